@@ -1,0 +1,1 @@
+"""Configurations that ship with the package: `dg-lightning fit --config digits/dynamicgate`."""

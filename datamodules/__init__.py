@@ -1,0 +1,5 @@
+"""DataModules, one a dataset."""
+
+from .digits import DigitsDataModule
+
+__all__ = ["DigitsDataModule"]

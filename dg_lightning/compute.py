@@ -1,0 +1,264 @@
+"""The compute ledger: multiply-accumulates (MACs) that were really needed, and the paper's proxies.
+
+For one sample and one linear map with connection mask m, the executed MACs are the entries of m
+whose input is open and whose output is open. An output counts as closed for its own product only
+when its gate was known before it (`Feeds.skips_rows`). What it costs to decide is always added.
+FLOPs are 2 x MACs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dg_lightning.protocol import GateLike, connection_mask, gate_layers, plain_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "ComputeReport",
+    "LayerCompute",
+    "LinearMap",
+    "executed_macs",
+    "expected_macs",
+    "linear_maps",
+]
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A linear map of a net, with the gates on its two sides where they are known.
+
+    Args:
+        name: Its name in the net.
+        linear: The map itself.
+        input_gate: The gate that makes some of its inputs exactly zero.
+        output_gate: The gate that closes some of its outputs.
+        skips_rows: Whether closed outputs need not be computed.
+    """
+
+    name: str
+    linear: nn.Linear
+    input_gate: GateLike | None = None
+    output_gate: GateLike | None = None
+    skips_rows: bool = False
+
+    @property
+    def macs_dense(self) -> int:
+        """MACs of the full matrix."""
+        return self.linear.in_features * self.linear.out_features
+
+    @property
+    def density(self) -> float:
+        """The share of connections that exist."""
+        mask = connection_mask(self.linear)
+        return 1.0 if mask is None else mask.float().mean().item()
+
+
+def linear_maps(module: nn.Module) -> list[LinearMap]:
+    """List the linear maps of a module in order, without those that decide about gates.
+
+    >>> from dg_lightning import GatedMLP
+    >>> [m.name for m in linear_maps(GatedMLP(8, [4], 2, gate={"kind": "static"}))]
+    ['hidden.0.linear', 'output']
+    """
+    gates = gate_layers(module, required=False)
+    inside_gates = {
+        child for gate in gates.values() if isinstance(gate, nn.Module) for child in gate.modules()
+    }
+    producers = {gate.feeds.producer: gate for gate in gates.values()}
+    readers = {reader: gate for gate in gates.values() for reader in gate.feeds.consumers}
+    maps = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear) and child not in inside_gates:
+            after = producers.get(child)
+            skips_rows = after is not None and after.feeds.skips_rows
+            maps.append(
+                LinearMap(plain_name(name), child, readers.get(child), after, skips_rows)
+            )
+    return maps
+
+
+def executed_macs(linear_map: LinearMap) -> Tensor:
+    """Count the MACs of a map that the last forward pass needed: int64, 0-d or one per sample.
+
+    0-d where every sample needed the same.
+    """
+    inputs = _is_open(linear_map.input_gate)
+    outputs = _is_open(linear_map.output_gate) if linear_map.skips_rows else None
+    linear, mask = linear_map.linear, connection_mask(linear_map.linear)
+    if mask is None:
+        return _open_count(inputs, linear.in_features) * _open_count(outputs, linear.out_features)
+    # Row sums are whole numbers below 2^24 and so exact in float32; their sum may not be.
+    rows = mask.to(linear.weight.device, torch.float32)
+    if inputs is not None:
+        with torch.autocast(rows.device.type, enabled=False):
+            per_row = inputs.float() @ rows.T
+    else:
+        per_row = rows.sum(-1)
+    per_row = per_row.round().long()
+    return (per_row if outputs is None else per_row * outputs).sum(-1)
+
+
+def expected_macs(linear_map: LinearMap) -> Tensor:
+    """Return the same sum with p in place of g, as a share of the full matrix; never of means."""
+    inputs = _unit_probability(linear_map.input_gate)
+    outputs = _unit_probability(linear_map.output_gate) if linear_map.skips_rows else None
+    linear, mask = linear_map.linear, connection_mask(linear_map.linear)
+    if mask is None:
+        one = torch.ones((), device=linear.weight.device)
+        share_in = one if inputs is None else inputs.mean(-1)
+        return share_in * (one if outputs is None else outputs.mean(-1))
+    rows = mask.to(linear.weight.device, torch.float32)
+    with torch.autocast(rows.device.type, enabled=False):
+        per_row = rows.mean(-1) if inputs is None else inputs.float() @ rows.T / rows.shape[-1]
+    return (per_row if outputs is None else per_row * outputs).mean(-1)
+
+
+def decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
+    """Count the MACs of a gate's own decision in the last forward pass, over its open inputs."""
+    source = next((m for m in maps if m.output_gate is gate), None)
+    width = gate.units if source is None else source.linear.in_features
+    return gate.decision_macs(_open_count(_is_open(source.input_gate) if source else None, width))
+
+
+def _is_open(gate: GateLike | None) -> Tensor | None:
+    """Return which units the last forward pass had open, bool ``(..., units)``; None is all."""
+    if gate is None:
+        return None
+    if gate.gate is None:
+        raise RuntimeError("The ledger reads the last forward pass of a net, and there was none.")
+    return (gate.gate.detach() != 0).repeat_interleave(gate.block_size, -1)
+
+
+def _unit_probability(gate: GateLike | None) -> Tensor | None:
+    if gate is None or gate.probability is None:
+        return None
+    return gate.probability.detach().repeat_interleave(gate.block_size, -1)
+
+
+def _open_count(is_open: Tensor | None, width: int) -> Tensor:
+    return torch.tensor(width) if is_open is None else is_open.sum(-1)
+
+
+@dataclass(frozen=True)
+class LayerCompute:
+    """One line of the ledger: means over the samples seen."""
+
+    name: str
+    macs_dense: int = 0
+    macs: float = 0.0
+    macs_expected: float = 0.0
+    gate_macs: float = 0.0
+    gate_macs_dense: int = 0
+    open_rate_g: float | None = None
+    open_rate_p: float | None = None
+    dead_units: int | None = None  # units that no sample opened
+    density: float = 1.0
+    is_map: bool = True  # False: a gate on the input, which costs its decision only
+
+
+@dataclass(frozen=True)
+class ComputeReport:
+    """The ledger of a net: its layers, the totals, and the proxies by the paper's formulas."""
+
+    layers: tuple[LayerCompute, ...]
+
+    @property
+    def macs_dense(self) -> int:
+        """MACs of the net with no gate."""
+        return sum(layer.macs_dense for layer in self.layers)
+
+    @property
+    def gate_macs(self) -> float:
+        """MACs of all decisions, over the inputs that were open to them."""
+        return sum(layer.gate_macs for layer in self.layers)
+
+    @property
+    def macs(self) -> float:
+        """Executed MACs, decisions included."""
+        return sum(layer.macs for layer in self.layers) + self.gate_macs
+
+    @property
+    def macs_expected(self) -> float:
+        """The same with p in place of g."""
+        return sum(layer.macs_expected for layer in self.layers) + self.gate_macs
+
+    @property
+    def macs_as_implemented(self) -> int:
+        """MACs of plain masking, which multiplies by 0 instead of skipping, and saves nothing."""
+        return self.macs_dense + sum(layer.gate_macs_dense for layer in self.layers)
+
+    def _hidden(self) -> list[LayerCompute]:
+        # The paper sums over L - 1 layers: no output layer, no input gate.
+        return [layer for layer in self.layers if layer.is_map][:-1]
+
+    def compute_proxy(self, kind: str) -> float:
+        """Return the paper's ComputeProxy, the mean open rate of hidden layers (`p` or `g`)."""
+        hidden = self._hidden()
+        return sum(_rate(layer, kind) for layer in hidden) / len(hidden) if hidden else 1.0
+
+    def relative_macs(self, kind: str, *, fused: bool = False) -> float:
+        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse with the density of connections."""
+        hidden = self._hidden()
+        dense = sum(layer.macs_dense for layer in hidden)
+        used = sum(
+            layer.macs_dense * _rate(layer, kind) * (layer.density if fused else 1.0)
+            for layer in hidden
+        )
+        return used / dense if dense else 1.0
+
+    def logged(self) -> dict[str, float]:
+        """Return the figures under the keys that the dashboards know."""
+        return {
+            "compute/macs": self.macs,
+            "compute/macs_dense": self.macs_dense,
+            "compute/macs_expected": self.macs_expected,
+            "compute/macs_as_implemented": self.macs_as_implemented,
+            "compute/gate_macs": self.gate_macs,
+            "compute/relmac_g": self.relative_macs("g"),
+            "compute/relmac_p": self.relative_macs("p"),
+            "compute/relmac_fuse_g": self.relative_macs("g", fused=True),
+            "compute/relmac_fuse_p": self.relative_macs("p", fused=True),
+            "compute/proxy_g": self.compute_proxy("g"),
+            "compute/proxy_p": self.compute_proxy("p"),
+        }
+
+    def table(self) -> "Table":
+        """Return the ledger as a table for the terminal."""
+        from rich.table import Table
+
+        table = Table(title="Compute ledger: MACs a sample")
+        table.add_column("layer")
+        for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
+            table.add_column(column, justify="right")
+        total = LayerCompute(
+            "total", self.macs_dense, self.macs - self.gate_macs, gate_macs=self.gate_macs
+        )
+        for layer in (*self.layers, total):
+            if layer is total:
+                table.add_section()
+            needed = layer.macs + layer.gate_macs
+            table.add_row(
+                layer.name,
+                f"{layer.macs_dense:,}",
+                f"{layer.macs:,.0f}",
+                f"{layer.gate_macs:,.0f}",
+                _percent(needed / layer.macs_dense if layer.macs_dense else None),
+                _percent(layer.open_rate_g),
+                _percent(layer.open_rate_p),
+                "" if layer.dead_units is None else f"{layer.dead_units:,}",
+            )
+        return table
+
+
+def _rate(layer: LayerCompute, kind: str) -> float:
+    rate = layer.open_rate_g if kind == "g" else layer.open_rate_p
+    return 1.0 if rate is None else rate
+
+
+def _percent(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.1%}"

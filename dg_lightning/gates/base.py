@@ -1,0 +1,203 @@
+"""What every gate does: probability, policy, floor, state."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from typing import Any, TypedDict, get_args
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dg_lightning.gates.policies import (
+    Policy,
+    deployed,
+    logit_for,
+    open_probability,
+    sampled,
+    straight_through,
+    top_k_mask,
+)
+from dg_lightning.protocol import Feeds
+
+__all__ = ["Gate", "GateOptions", "at_least_float32"]
+
+
+class GateOptions(TypedDict, total=False):
+    """What every gate can be told, as plain values; `Gate` says what they mean."""
+
+    block_size: int
+    policy: Policy
+    k: int | float | None
+    temperature: float
+    threshold: float
+    initial_open_rate: float
+    min_open: int | float
+
+
+class Gate(nn.Module, ABC):
+    """What static and input-dependent gates share: probability, policy, floor, state.
+
+    A forward pass leaves its probabilities and gates in `probability` and `gate`, one entry per
+    block, with their graph; it has no other side effect. All arithmetic is in float32 (or wider),
+    under autocast and in a half-precision model too.
+
+    Args:
+        units: How many units the gate opens and closes.
+        block_size: How many neighbouring units share one gate.
+        policy: How `p` becomes `g` in training. `threshold`: 1 where p > threshold. `top_k`: 1 for
+            the k largest. `bernoulli`: a draw with chance p, per sample. `soft`: p itself.
+            `concrete`: a relaxed draw in (0, 1). `hard_concrete`: a relaxed draw clipped to [0, 1];
+            p is then the chance that it is not 0. Evaluation is always hard: top-k, or p > threshold.
+        k: Open gates of `top_k`, an int as a count, a float as a fraction.
+        temperature: τ, a 0-d buffer, so that a change never recompiles a compiled model.
+        threshold: θ, a 0-d buffer, one for each gate.
+        initial_open_rate: The p that every unit starts with.
+        min_open: Floor on open gates, an int as a count, a float as a fraction. Every sample has at
+            least that many: the ones with the largest p.
+        device: Where the state is made.
+    """
+
+    input_dependent: bool
+    temperature: Tensor
+    threshold: Tensor
+    min_open: Tensor
+
+    def __init__(
+        self,
+        units: int,
+        *,
+        block_size: int = 1,
+        policy: Policy = "threshold",
+        k: int | float | None = None,
+        temperature: float = 1.0,
+        threshold: float = 0.5,
+        initial_open_rate: float = 0.8,
+        min_open: int | float = 0,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        if block_size < 1 or units < 1 or units % block_size:
+            raise ValueError(f"`block_size` must divide `units`={units}, got {block_size}.")
+        if policy not in get_args(Policy):
+            raise ValueError(f"`policy` must be one of {get_args(Policy)}, got {policy!r}.")
+        if (k is None) == (policy == "top_k"):
+            raise ValueError(f"`k` goes with `policy='top_k'`, got k={k} and policy={policy!r}.")
+        if not temperature > 0:
+            raise ValueError(f"`temperature` must be above 0, got {temperature}.")
+        if not 0 <= threshold < 1:
+            raise ValueError(f"`threshold` must be in [0, 1), got {threshold}.")
+        if not 0 < initial_open_rate < 1:
+            raise ValueError(f"`initial_open_rate` must be in (0, 1), got {initial_open_rate}.")
+        if k is None and initial_open_rate <= threshold:
+            warnings.warn(
+                f"initial_open_rate {initial_open_rate} is not above threshold {threshold}: "
+                "every gate starts closed.",
+                stacklevel=3,
+            )
+        self.units = units
+        self.block_size = block_size
+        self.blocks = units // block_size
+        self.policy = policy
+        self.k = None if k is None else _count("k", k, self.blocks, least=1)
+        self.initial_open_rate = initial_open_rate
+        self.feeds = Feeds()
+        self.probability: Tensor | None = None
+        self.gate: Tensor | None = None
+        # 0-d buffers: they travel in the checkpoint, and a change never recompiles a compiled model.
+        for name, value in {"temperature": temperature, "threshold": threshold}.items():
+            self.register_buffer(name, torch.tensor(value, dtype=torch.float32, device=device))
+        self.register_buffer("min_open", torch.tensor(0, device=device))
+        self.set_min_open(min_open)
+
+    @abstractmethod
+    def logits(self, h: Tensor) -> Tensor:
+        """Return z, one entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
+
+    @abstractmethod
+    def decision_macs(self, open_inputs: Tensor) -> Tensor:
+        """Return the MACs of the decision for a sample that has so many inputs open."""
+
+    @abstractmethod
+    def shift_bias(self, delta: float) -> None:
+        """Add `delta` to the logit of every unit."""
+
+    @abstractmethod
+    def revive(self, blocks: Tensor) -> None:
+        """Bring blocks, given by index or as a bool mask, back to their initial open rate."""
+
+    @override
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.autocast(h.device.type, enabled=False):
+            z = self.logits(h.to(torch.promote_types(h.dtype, torch.float32))) / self.temperature
+            p = open_probability(z, self.policy)
+            if not self.training or self.policy in ("threshold", "top_k"):
+                g = deployed(p, self.threshold, self.k)
+            elif self.policy == "soft":
+                g = p
+            else:  # one draw per sample, also where all samples share one probability
+                g = sampled(z, p.expand(*h.shape[:-1], -1), self.policy)
+            if self._floor:
+                forced = top_k_mask(p, self._floor) & (g == 0)
+                g = torch.where(forced, straight_through(torch.ones_like(g), p), g)
+        self.probability, self.gate = p, g
+        return self.per_unit(g)
+
+    def per_unit(self, per_block: Tensor) -> Tensor:
+        """Repeat a value per block for each of the block's units."""
+        if self.block_size == 1:
+            return per_block
+        return per_block.unsqueeze(-1).expand(*per_block.shape, self.block_size).flatten(-2)
+
+    def set_min_open(self, min_open: int | float) -> None:
+        """Set the floor on open gates, an int as a count, a float as a fraction."""
+        self._floor = _count("min_open", min_open, self.blocks, least=0)
+        self.min_open.fill_(self._floor)
+
+    def initial_logit(self) -> Tensor:
+        """Return the z whose probability is the initial open rate at the temperature of now."""
+        return self.temperature * logit_for(self.initial_open_rate, self.policy)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> "Gate":
+        # `.half()` and `.bfloat16()` of a model would leave logits too coarse to learn: a step of
+        # 0.001 at a logit of 2 is lost in bfloat16. Move with the model, but stay in float32.
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved: Tensor = fn(tensor)
+            if moved.is_floating_point() and moved.dtype.itemsize < 4 <= tensor.dtype.itemsize:
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(keep_precision, recurse)
+
+    @override
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._floor = int(self.min_open)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What the last forward pass left has a graph, which can be neither copied nor pickled.
+        return {**self.__dict__, "probability": None, "gate": None}
+
+    @override
+    def extra_repr(self) -> str:
+        text = f"units={self.units}, policy={self.policy}"
+        text += "" if self.k is None else f", k={self.k}"
+        text += "" if self.block_size == 1 else f", block_size={self.block_size}"
+        return text if not self._floor else f"{text}, min_open={self._floor}"
+
+
+def _count(name: str, value: int | float, total: int, least: int) -> int:
+    """Resolve a count, or a fraction written as a float, against `total`."""
+    if isinstance(value, float):
+        if not 0 <= value <= 1:
+            raise ValueError(f"`{name}` as a fraction must be in [0, 1], got {value}.")
+        value = math.ceil(round(value * total, 9))
+    if not least <= value <= total:
+        raise ValueError(f"`{name}` must be from {least} to {total} gates, got {value}.")
+    return value
+
+
+def at_least_float32(dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type of a gate's parameters: the wanted one, never narrower than float32."""
+    return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)

@@ -1,0 +1,76 @@
+"""Policies: how a gate's probability becomes its gate, in training and when deployed.
+
+Pure functions of tensors. `z` is the logit already divided by the temperature.
+"""
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Policy", "deployed", "logit_for", "open_probability", "sampled", "straight_through"]
+
+Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
+
+# Concrete relaxations: temperature of the noise, and the interval that hard-concrete stretches to
+# before it clips (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0
+# Regularization", arXiv:1712.01312).
+NOISE_TEMPERATURE = 2 / 3
+STRETCH = (-0.1, 1.1)
+_HARD_CONCRETE_SHIFT = NOISE_TEMPERATURE * math.log(-STRETCH[0] / STRETCH[1])
+
+
+def straight_through(hard: Tensor, probability: Tensor) -> Tensor:
+    """Return `hard` in the forward pass with the gradient of `probability` in the backward pass.
+
+    >>> p = torch.tensor([0.2, 0.7], requires_grad=True)
+    >>> g = straight_through((p > 0.5).float(), p)
+    >>> g.tolist()
+    [0.0, 1.0]
+    >>> g.sum().backward()
+    >>> p.grad.tolist()
+    [1.0, 1.0]
+    """
+    return hard + (probability - probability.detach())
+
+
+def top_k_mask(scores: Tensor, k: int) -> Tensor:
+    """Mark the `k` largest scores of the last axis; of equal scores the first ones win.
+
+    >>> top_k_mask(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
+    [True, True, False, False]
+    """
+    # A stable sort, not torch.topk: ties then fall the same way on every device.
+    order = scores.detach().argsort(dim=-1, descending=True, stable=True)
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.scatter(-1, order[..., :k], True)
+
+
+def open_probability(z: Tensor, policy: Policy) -> Tensor:
+    """Return the chance that a gate is open; of a hard-concrete gate, that it is not 0."""
+    return torch.sigmoid(z - _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z)
+
+
+def logit_for(probability: float, policy: Policy) -> float:
+    """Return the z of a probability: the inverse of `open_probability`."""
+    z = math.log(probability / (1 - probability))
+    return z + _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z
+
+
+def deployed(p: Tensor, threshold: Tensor, k: int | None) -> Tensor:
+    """Return the hard gate: 1 for the `k` largest p, or where p is above the threshold."""
+    is_open = p > threshold if k is None else top_k_mask(p, k)
+    return straight_through(is_open.to(p.dtype), p)
+
+
+def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:
+    """Return the gate that a noisy policy draws in training, one draw per entry of p."""
+    if policy == "bernoulli":
+        return straight_through(torch.bernoulli(p.detach()), p)
+    noise = torch.logit(torch.rand_like(p).clamp(1e-6, 1 - 1e-6))
+    sample = torch.sigmoid((z + noise) / NOISE_TEMPERATURE)
+    if policy == "concrete":
+        return sample
+    low, high = STRETCH
+    return (sample * (high - low) + low).clamp(0, 1)

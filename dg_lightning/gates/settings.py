@@ -1,0 +1,48 @@
+"""A gate as plain values, the way YAML files and checkpoints hold it."""
+
+from typing import Any, Literal
+
+import torch
+
+from dg_lightning.gates.base import Gate, GateOptions
+from dg_lightning.gates.dynamic import DynamicGate
+from dg_lightning.gates.static import StaticGate
+
+__all__ = ["GateSettings", "make_gate"]
+
+
+class GateSettings(GateOptions, total=False):
+    """The gate of a layer as plain values, its kind and its options."""
+
+    kind: Literal["static", "dynamic"]
+    network: Literal["linear", "low_rank", "mlp"]
+    rank: int
+    hidden: int
+
+
+def make_gate(
+    settings: GateSettings,
+    in_features: int,
+    units: int,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Gate:
+    """Build the gate that `settings` describes for a layer of `units` units.
+
+    >>> make_gate({"kind": "static", "threshold": 0.6}, in_features=8, units=4)
+    StaticGate(units=4, policy=threshold)
+    """
+    options: dict[str, Any] = dict(settings)
+    kind = options.pop("kind", "static")
+    if kind not in ("static", "dynamic"):
+        raise ValueError(f"The `kind` of a gate must be static or dynamic, got {kind!r}.")
+    known = set(GateOptions.__annotations__)
+    if kind == "dynamic":
+        known |= {"network", "rank", "hidden"}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(
+            f"A {kind} gate has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}."
+        )
+    if kind == "static":
+        return StaticGate(units, device=device, dtype=dtype, **options)
+    return DynamicGate(in_features, units, device=device, dtype=dtype, **options)

@@ -1,0 +1,63 @@
+"""Static gates: learned structural dropout (section 3.1 of the paper)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack, override
+
+from dg_lightning.gates.base import Gate, GateOptions, at_least_float32
+
+__all__ = ["StaticGate"]
+
+
+class StaticGate(Gate):
+    """One learnable logit per unit: the same units are open for every input.
+
+    Args:
+        units: How many units the gate opens and closes.
+        device: Where the parameters are made.
+        dtype: Type of the parameters; never narrower than float32.
+        **options: The arguments of `Gate`.
+
+    >>> gate = StaticGate(4, initial_open_rate=0.9)
+    >>> gate(torch.zeros(2, 3)).tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    input_dependent = False
+
+    def __init__(
+        self,
+        units: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[GateOptions],
+    ) -> None:
+        super().__init__(units, device=device, **options)
+        self.logit = nn.Parameter(torch.empty(self.blocks, device=device, dtype=at_least_float32(dtype)))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start every unit at its initial open rate."""
+        self.logit.copy_(self.initial_logit())
+
+    @override
+    def logits(self, h: Tensor) -> Tensor:
+        return self.logit
+
+    @override
+    def decision_macs(self, open_inputs: Tensor) -> Tensor:
+        return torch.zeros_like(open_inputs)
+
+    @override
+    @torch.no_grad()
+    def shift_bias(self, delta: float) -> None:
+        self.logit.add_(delta)
+
+    @override
+    @torch.no_grad()
+    def revive(self, blocks: Tensor) -> None:
+        self.logit[blocks] = self.initial_logit().to(self.logit.dtype)

@@ -1,0 +1,188 @@
+"""Gated layers: plain modules that read like the equations of section 3 of the paper."""
+
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dg_lightning.gates import Gate, GateSettings, make_gate
+from dg_lightning.protocol import Feeds
+
+__all__ = ["GatedLinear", "GatedMLP"]
+
+Activation: TypeAlias = Literal["relu", "gelu", "silu", "tanh"]
+Norm: TypeAlias = Literal["layer", "batch"]
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+_NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+
+
+class GatedLinear(nn.Module):
+    """One hidden layer: ``h' = dropout(g(h) * activation(norm(W h + b)))``.
+
+    The gate reads the layer's input, so it is known before the product and the rows of closed units
+    can be skipped (unless a layer norm, which needs all of them, stands between).
+
+    Args:
+        in_features: Width of the layer before.
+        out_features: Number of units.
+        gate: A gate, or the plain values that describe one; None leaves a dense layer.
+        activation: Nonlinearity after the norm.
+        norm: Normalisation after the product.
+        dropout: Chance that an output is dropped in training.
+        bias: Whether the product has a bias.
+        device: Where the parameters are made.
+        dtype: Type of the parameters; those of the gate stay in float32 or wider.
+
+    >>> layer = GatedLinear(8, 4, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
+    >>> layer(torch.randn(5, 8)).shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        gate: Gate | GateSettings | None = None,
+        activation: Activation = "relu",
+        norm: Norm | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}."
+            )
+        self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.norm = _norm(norm, out_features, device, dtype)
+        self.activation = _ACTIVATIONS[activation]()
+        if gate is not None and not isinstance(gate, Gate):
+            gate = make_gate(gate, in_features, out_features, device, dtype)
+        if gate is not None and gate.units != out_features:
+            raise ValueError(
+                f"The gate has {gate.units} units, the layer {out_features}: they must be equal."
+            )
+        self.gate = gate
+        if gate is not None:
+            gate.feeds = Feeds(producer=self.linear, skips_rows=norm != "layer")
+        self.dropout = nn.Dropout(dropout)
+
+    @override
+    def forward(self, h: Tensor) -> Tensor:
+        raw: Tensor = self.activation(self.norm(self.linear(h)))
+        if self.gate is not None:
+            raw = self.gate(h).to(raw.dtype) * raw
+        gated: Tensor = self.dropout(raw)
+        return gated
+
+
+class GatedMLP(nn.Module):
+    """A multi-layer perceptron whose hidden units, and inputs if wanted, are gated.
+
+    With no gate it is the plain MLP; with all gates open it equals it bit for bit. Inputs of any
+    shape ``(batch, ...)`` are flattened.
+
+    Args:
+        in_features: Number of inputs.
+        hidden: Width of each hidden layer.
+        num_classes: Number of outputs.
+        activation: Nonlinearity of the hidden layers.
+        norm: Normalisation in the hidden layers, between product and activation.
+        dropout: Chance that a hidden output is dropped in training, after the gate.
+        gate: The gate of every hidden layer as plain values, or a list with one entry a layer.
+        input_gate: The gate on the inputs, as plain values.
+        input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so that the
+            ledger then claims no saving for them.
+        device: Where the parameters are made.
+        dtype: Type of the parameters; those of the gates stay in float32 or wider.
+
+    >>> mlp = GatedMLP(784, [256], 10, gate={"kind": "static"}, input_gate={"kind": "static"})
+    >>> mlp(torch.randn(5, 1, 28, 28)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: list[int],
+        num_classes: int,
+        activation: Activation = "relu",
+        norm: Norm | None = None,
+        dropout: float = 0.0,
+        gate: GateSettings | list[GateSettings | None] | None = None,
+        input_gate: GateSettings | None = None,
+        input_norm: Norm | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        gates = gate if isinstance(gate, list) else [gate] * len(hidden)
+        if len(gates) != len(hidden):
+            raise ValueError(
+                f"`gate` must be one gate or one for each of {len(hidden)} hidden layers, "
+                f"got {len(gates)}."
+            )
+        widths = [in_features, *hidden]
+        self.input_gate = (
+            None
+            if input_gate is None
+            else make_gate(input_gate, in_features, in_features, device, dtype)
+        )
+        self.input_norm = _norm(input_norm, in_features, device, dtype)
+        self.hidden = nn.ModuleList(
+            GatedLinear(
+                n_in,
+                n_out,
+                gate=settings,
+                activation=activation,
+                norm=norm,
+                dropout=dropout,
+                device=device,
+                dtype=dtype,
+            )
+            for n_in, n_out, settings in zip(widths, hidden, gates, strict=False)
+        )
+        self.output = nn.Linear(widths[-1], num_classes, device=device, dtype=dtype)
+        self._connect(input_is_normalised=input_norm is not None)
+
+    def _connect(self, input_is_normalised: bool) -> None:
+        """Tell each gate which map reads what it closes."""
+        maps = [layer.linear for layer in self._layers()] + [self.output]
+        if self.input_gate is not None and not input_is_normalised:
+            self.input_gate.feeds = Feeds(consumers=(maps[0],))
+        for layer, reader in zip(self._layers(), maps[1:], strict=True):
+            if layer.gate is not None:
+                layer.gate.feeds = replace(layer.gate.feeds, consumers=(reader,))
+
+    def _layers(self) -> list[GatedLinear]:
+        return [layer for layer in self.hidden if isinstance(layer, GatedLinear)]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        if self.input_gate is not None:
+            h = self.input_gate(h).to(h.dtype) * h
+        h = self.input_norm(h)
+        for layer in self.hidden:
+            h = layer(h)
+        logits: Tensor = self.output(h)
+        return logits
+
+
+def _norm(norm: Norm | None, width: int, device: Any, dtype: torch.dtype | None) -> nn.Module:
+    if norm is None:
+        return nn.Identity()
+    if norm not in _NORMS:
+        raise ValueError(f"`norm` must be one of {', '.join(_NORMS)} or None, got {norm!r}.")
+    return _NORMS[norm](width, device=device, dtype=dtype)

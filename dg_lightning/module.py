@@ -1,0 +1,247 @@
+"""GatedClassifier: a LightningModule that trains any net, gated or not, to classify."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from typing_extensions import override
+
+from dg_lightning.metrics import ComputeLedger
+from dg_lightning.protocol import gate_layers, release
+from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
+
+__all__ = ["GatedClassifier"]
+
+
+class GatedClassifier(pl.LightningModule):
+    """Cross-entropy training of a net, with its accuracy and its executed MACs.
+
+    Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
+    argument and no pickled code. Validation and test take accuracy and MACs from the same hard gates
+    of the same forward passes.
+
+    Args:
+        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
+            it is given those that it has a parameter for and that are not set.
+        input_shape: Shape of one sample; the command line takes it from the data.
+        num_classes: Number of classes; the command line takes it from the data.
+        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
+        lr_scheduler: Class path and arguments.
+        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
+        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
+        class_weights: Weight of each class in the loss; `balanced` takes those of the DataModule.
+        label_smoothing: Share of the target that is spread over all classes.
+        gate_lr_factor: Learning rate of gate parameters, as a multiple of the optimizer's. They have
+            a group of their own, without weight decay, which would pull them to p = 0.5.
+        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
+
+    | logged key | meaning |
+    |---|---|
+    | `train/loss` | what `training_step` returns: task and auxiliary loss |
+    | `train/task_loss`, `train/aux_loss` | its parts; the second where the net has `auxiliary_loss()` |
+    | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | with hard gates |
+    | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
+
+    >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
+    >>> GatedClassifier(net, input_shape=[64], num_classes=10)(torch.randn(2, 64)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        net: NetSpec,
+        input_shape: Sequence[int] | None = None,
+        num_classes: int | None = None,
+        optimizer: OptimizerSpec | None = None,
+        lr_scheduler: SchedulerSpec | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        lr_scheduler_monitor: str = "val/loss",
+        class_weights: list[float] | Literal["balanced"] | None = None,
+        label_smoothing: float = 0.0,
+        gate_lr_factor: float = 1.0,
+        gate_clip_norm: float | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(net, nn.Module):
+            raise TypeError(
+                f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
+                "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
+                "checkpoint can build it again."
+            )
+        self.save_hyperparameters()
+        # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
+        cls = type(self)
+        self.save_hyperparameters({"_class_path": f"{cls.__module__}.{cls.__qualname__}"})
+        if num_classes is None:
+            num_classes = net.get("init_args", {}).get("num_classes")
+        if num_classes is None:
+            raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
+        self.num_classes = num_classes
+        sizes: dict[str, Any] = {"num_classes": num_classes}
+        if input_shape is not None:
+            sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
+            self.example_input_array = torch.zeros(1, *input_shape)
+        self.net: nn.Module = build(net, "net", **sizes)
+        self.optimizer: OptimizerSpec = optimizer or {
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": 1e-3},
+        }
+        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.lr_scheduler_monitor = lr_scheduler_monitor
+        self.label_smoothing = label_smoothing
+        self.gate_lr_factor = gate_lr_factor
+        self.gate_clip_norm = gate_clip_norm
+        self.balanced = class_weights == "balanced"
+        weights = [1.0] * num_classes if self.balanced else class_weights
+        if weights is not None and len(weights) != num_classes:
+            raise ValueError(
+                f"`class_weights` must have {num_classes} entries, one a class, got {len(weights)}."
+            )
+        # A buffer, so that a checkpoint evaluates with the weights that it was trained with.
+        self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
+        metrics = MetricCollection(
+            {
+                "accuracy": MulticlassAccuracy(num_classes, average="micro"),
+                "macro_f1": MulticlassF1Score(num_classes, average="macro"),
+            }
+        )
+        self.val_metrics = metrics.clone(prefix="val/")
+        self.test_metrics = metrics.clone(prefix="test/")
+        self.val_ledger = ComputeLedger(self.net)
+        self.test_ledger = ComputeLedger(self.net)
+
+    @override
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        classes = getattr(data, "num_classes", None)
+        if classes is not None and classes != self.num_classes:
+            raise ValueError(
+                f"The model has {self.num_classes} classes, {type(data).__name__} has {classes}: "
+                f"set model.num_classes={classes}."
+            )
+        if self.balanced and stage == "fit":
+            weights = getattr(data, "class_weights", None)
+            if weights is None:
+                raise ValueError(
+                    "`class_weights='balanced'` needs a DataModule with `class_weights`; "
+                    "give the weights as a list instead."
+                )
+            assert isinstance(self.class_weights, Tensor)
+            self.class_weights.copy_(torch.as_tensor(weights))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+    def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the cross-entropy with class weights and label smoothing."""
+        weight = self.class_weights
+        assert weight is None or isinstance(weight, Tensor)
+        return F.cross_entropy(logits, target, weight, label_smoothing=self.label_smoothing)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, target = batch
+        loss = self.task_loss(self(x), target)
+        self.log("train/task_loss", loss.detach())
+        if hasattr(self.net, "auxiliary_loss"):
+            auxiliary: Tensor = self.net.auxiliary_loss()
+            self.log("train/aux_loss", auxiliary.detach())
+            loss = loss + auxiliary
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        return loss
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        release(self.net)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.val_metrics, self.val_ledger)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.test_metrics, self.test_ledger)
+
+    def _evaluate(
+        self,
+        batch: tuple[Tensor, Tensor],
+        stage: str,
+        metrics: MetricCollection,
+        ledger: ComputeLedger,
+    ) -> None:
+        x, target = batch
+        logits = self(x)
+        samples = len(target)
+        self.log(f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True)
+        metrics.update(logits, target)
+        self.log_dict(metrics, batch_size=samples)
+        ledger.update(self.net, samples)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.val_ledger.report(self.net).logged())
+        self.val_ledger.reset()
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        report = self.test_ledger.report(self.net)
+        self.test_ledger.reset()
+        self.log_dict(report.logged())
+        if self.trainer.is_global_zero:
+            import rich
+
+            rich.print(report.table())
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        probability = self(x).float().softmax(-1)
+        return {"prediction": probability.argmax(-1), "probability": probability}
+
+    def gate_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all gates."""
+        gates = gate_layers(self.net, required=False).values()
+        return [p for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()]
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        gate_parameters = self.gate_parameters()
+        of_gates = {id(parameter) for parameter in gate_parameters}
+        groups = [{"params": [p for p in self.net.parameters() if id(p) not in of_gates]}]
+        if gate_parameters:
+            groups.append({"params": gate_parameters})
+        optimizer: torch.optim.Optimizer = build(self.optimizer, "optimizer", groups)
+        for group in optimizer.param_groups[1:]:
+            group["lr"] = group["lr"] * self.gate_lr_factor
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = build(self.lr_scheduler, "lr_scheduler", optimizer)
+        config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_scheduler_interval}
+        if isinstance(scheduler, ReduceLROnPlateau):
+            config["monitor"] = self.lr_scheduler_monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[typeddict-item,return-value]
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self.gate_clip_norm is not None:
+            clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

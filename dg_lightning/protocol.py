@@ -1,0 +1,118 @@
+"""What a callback or the compute ledger may ask of a gate, in anybody's module.
+
+A gate is any `nn.Module` with the attributes of `GateLike`; none of our classes is asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+__all__ = ["Feeds", "GateLike", "connection_mask", "gate_layers", "release"]
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """Where a gate stands between linear maps. Unknown parts stay empty and claim no saving.
+
+    Args:
+        producer: The map whose outputs the gate closes; None for a gate on the net's input.
+        skips_rows: Whether a closed output need not be computed: the gate is known before the
+            product, and nothing between product and gate mixes the units.
+        consumers: The maps whose inputs are exactly zero where the gate is closed.
+    """
+
+    producer: nn.Linear | None = None
+    skips_rows: bool = False
+    consumers: tuple[nn.Linear, ...] = ()
+
+
+@runtime_checkable
+class GateLike(Protocol):
+    """The gate protocol. `probability` and `gate` hold one entry per block of units."""
+
+    units: int
+    block_size: int
+    input_dependent: bool
+    initial_open_rate: float
+    temperature: Tensor  # 0-d buffer, changed in place
+    threshold: Tensor  # 0-d buffer, changed in place
+    min_open: Tensor  # 0-d buffer, changed by set_min_open
+    probability: Tensor | None  # of the last forward pass, with its graph
+    gate: Tensor | None  # of the last forward pass, with its graph
+    feeds: Feeds
+
+    def decision_macs(self, open_inputs: Tensor) -> Tensor:
+        """Return the MACs of the decision for a sample that has so many inputs open."""
+
+    def set_min_open(self, min_open: int | float) -> None:
+        """Set the floor on open gates, an int as a count, a float as a fraction."""
+
+    def shift_bias(self, delta: float) -> None:
+        """Add `delta` to the logit of every unit."""
+
+    def revive(self, blocks: Tensor) -> None:
+        """Bring blocks back to their initial open rate."""
+
+
+def gate_layers(
+    module: nn.Module, layers: Sequence[str] | None = None, *, required: bool = True
+) -> dict[str, GateLike]:
+    """Find the gates in any module, by the name that `named_modules` gives them.
+
+    Args:
+        module: Where to look.
+        layers: Name patterns as in a shell (`"hidden.*"`); all gates when None.
+        required: Whether to raise when there are none.
+
+    Raises:
+        ValueError: If there is no gate, or a pattern fits none.
+
+    >>> from dg_lightning import GatedMLP
+    >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
+    ['hidden.0.gate', 'hidden.1.gate']
+    """
+    found = {
+        plain_name(name): child
+        for name, child in module.named_modules()
+        if isinstance(child, GateLike)
+    }
+    if required and not found:
+        raise ValueError(
+            f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear, "
+            "or give them a StaticGate or DynamicGate."
+        )
+    if layers is None:
+        return found
+    for pattern in layers:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(f"No gate is named {pattern!r}; there are {', '.join(found)}.")
+    return {
+        name: gate
+        for name, gate in found.items()
+        if any(fnmatchcase(name, pattern) for pattern in layers)
+    }
+
+
+def plain_name(name: str) -> str:
+    """Take out what `torch.compile` puts into module names, so that logged keys stay the same."""
+    return name.replace("_orig_mod.", "")
+
+
+def release(module: nn.Module) -> None:
+    """Let go of the graphs of the last forward pass; the values stay."""
+    for gate in gate_layers(module, required=False).values():
+        if gate.probability is not None and gate.gate is not None:
+            gate.probability, gate.gate = gate.probability.detach(), gate.gate.detach()
+
+
+def connection_mask(linear: nn.Linear) -> Tensor | None:
+    """Return the connections that exist, bool ``(out, in)``, or None where all do.
+
+    Whoever makes a layer sparse says so in a plain attribute of that name, which is not part of the
+    layer's state dict.
+    """
+    mask: Tensor | None = getattr(linear, "connection_mask", None)
+    return mask
