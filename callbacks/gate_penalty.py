@@ -15,12 +15,12 @@ __all__ = ["GatePenalty"]
 
 
 class GatePenalty(pl.Callback):
-    """Adds ``weight * usage`` to the loss, once for every backward pass.
+    """Adds the gradient of ``weight * usage`` to the one of the loss, for every backward pass.
 
-    It acts in `on_before_backward`, so that the module needs to know nothing of gates. The gradient
-    is the one of the mean over the global batch: with gradient accumulation the usage is averaged
-    over micro-batches, in mixed precision it is scaled as the loss is, and with several processes
-    the means are taken over all of them.
+    It acts in `on_before_backward`, so that the module needs to know nothing of gates; the value of
+    the loss stays the module's own. The means are over the global batch: with gradient accumulation
+    the usage is averaged over micro-batches, in mixed precision it is scaled as the loss is, and
+    with several processes the means are taken over all of them.
 
     Args:
         weight: λ, the weight of the usage term.
@@ -70,7 +70,12 @@ class GatePenalty(pl.Callback):
         if pl_module.automatic_optimization:
             penalty = penalty / trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        loss.add_(penalty if scaler is None else scaler.scale(penalty))
+        if scaler is not None:
+            penalty = scaler.scale(penalty)
+        # Only the gradient is added: the value, which the last operation of the loss may need for
+        # its own backward pass, stays as it is, and so does its version.
+        with torch.autograd._unsafe_preserve_version_counter((loss,)):
+            loss.add_(penalty - penalty.detach())
 
     @override
     def on_train_batch_end(

@@ -229,10 +229,11 @@ class ComputeReport:
 
     def table(self) -> "Table":
         """Return the ledger as a table for the terminal."""
+        from rich import box
         from rich.table import Table
 
-        table = Table(title="Compute ledger: MACs a sample")
-        table.add_column("layer")
+        table = Table(title="Compute ledger: MACs a sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("layer", no_wrap=True)
         for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
             table.add_column(column, justify="right")
         total = LayerCompute(
@@ -243,7 +244,7 @@ class ComputeReport:
                 table.add_section()
             needed = layer.macs + layer.gate_macs
             table.add_row(
-                layer.name,
+                layer.name.removesuffix(".linear"),
                 f"{layer.macs_dense:,}",
                 f"{layer.macs:,.0f}",
                 f"{layer.gate_macs:,.0f}",

@@ -87,7 +87,8 @@ class ComputeLedger(Metric):
 
     def report(self, net: nn.Module) -> ComputeReport:
         """Return the ledger of everything seen so far, reduced over all processes."""
-        mean: dict[str, Tensor] = self.compute()
+        # A metric squeezes what has one element.
+        mean = {name: value.reshape(-1) for name, value in self.compute().items()}
         maps = linear_maps(net)
         gates = gate_layers(net, required=False)
 

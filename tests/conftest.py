@@ -1,0 +1,72 @@
+"""Settings and helpers that all tests share."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples in every run, and no deadline: the machines that run this are noisy.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbid connections to anywhere but this machine."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        host = address[0] if isinstance(address, tuple) else ""
+        if host not in ("", "localhost", "127.0.0.1", "::1", socket.gethostname()):
+            refuse(host)
+        connect(self, address)
+
+    def refuse(host: str) -> NoReturn:
+        raise AssertionError(f"A test tried to reach {host}.")
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def in_two_processes(tmp_path: Path) -> Callable[[str], list[Any]]:
+    """Run a script in two gloo processes; return the `result` that each of them leaves."""
+
+    def run(source: str) -> list[Any]:
+        script = tmp_path / "worker.py"
+        script.write_text(
+            "import json, os, sys\n"
+            "import torch, torch.distributed as dist\n"
+            f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            f"{source}\n"
+            f"path = {str(tmp_path)!r} + f'/{{os.environ[\"RANK\"]}}.json'\n"
+            "with open(path, 'w') as file:\n"
+            "    json.dump(result, file)\n"
+        )
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*launch, "--nproc-per-node=2", str(script)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    return run

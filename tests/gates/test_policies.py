@@ -1,0 +1,84 @@
+import math
+
+import pytest
+import torch
+
+from dg_lightning.gates import StaticGate, straight_through, top_k_mask
+from dg_lightning.gates.policies import logit_for, open_probability, sampled
+
+
+def test_straight_through_is_hard_forward_and_soft_backward() -> None:
+    z = torch.linspace(-3, 3, 7, dtype=torch.float64, requires_grad=True)
+    p = torch.sigmoid(z / 0.7)
+    hard = (p > 0.4).double()
+    g = straight_through(hard, p)
+    assert torch.equal(g, hard)
+    weight = torch.arange(1.0, 8.0, dtype=torch.float64)
+    (grad,) = torch.autograd.grad((weight * g).sum(), z)
+    torch.testing.assert_close(grad, weight * p * (1 - p) / 0.7)
+
+
+def test_top_k_mask_marks_exactly_k_and_breaks_ties_by_position() -> None:
+    scores = torch.tensor([[0.2, 0.9, 0.2, 0.2], [0.5, 0.5, 0.5, 0.5]])
+    assert top_k_mask(scores, 2).tolist() == [
+        [True, True, False, False],
+        [True, True, False, False],
+    ]
+
+
+def test_hard_concrete_probability_is_the_chance_of_a_nonzero_sample() -> None:
+    torch.manual_seed(0)
+    z = torch.tensor([-3.0, -1.0, 0.0, 2.0])
+    p = open_probability(z, "hard_concrete")
+    # P(z != 0) = sigmoid(log alpha - beta * log(-gamma / zeta)), Louizos et al., equation 12
+    torch.testing.assert_close(p, torch.sigmoid(z - 2 / 3 * math.log(0.1 / 1.1)))
+    draws = sampled(z.expand(200_000, 4), p.expand(200_000, 4), "hard_concrete")
+    assert draws.min() == 0
+    assert draws.max() == 1
+    torch.testing.assert_close((draws != 0).float().mean(0), p, atol=5e-3, rtol=0)
+
+
+def test_concrete_sample_is_above_one_half_with_chance_p_and_passes_gradient() -> None:
+    torch.manual_seed(0)
+    z = torch.tensor([-1.0, 0.5]).expand(200_000, 2).clone().requires_grad_()
+    p = open_probability(z, "concrete")
+    draws = sampled(z, p, "concrete")
+    torch.testing.assert_close((draws > 0.5).float().mean(0), p[0], atol=5e-3, rtol=0)
+    assert ((draws > 0) & (draws <= 1)).all()
+    (grad,) = torch.autograd.grad(draws.sum(), z)
+    torch.testing.assert_close(grad, draws * (1 - draws) / (2 / 3))
+
+
+@pytest.mark.parametrize("policy", ["threshold", "hard_concrete"])
+def test_logit_for_inverts_open_probability(policy: str) -> None:
+    z = torch.tensor(logit_for(0.83, policy))  # type: ignore[arg-type]
+    assert open_probability(z, policy).item() == pytest.approx(0.83)  # type: ignore[arg-type]
+
+
+def test_bernoulli_draws_anew_for_every_sample_and_is_a_threshold_at_evaluation() -> None:
+    torch.manual_seed(0)
+    gate = StaticGate(3, policy="bernoulli", initial_open_rate=0.7)
+    g = gate(torch.zeros(50_000, 8))
+    assert g.shape == (50_000, 3)
+    assert set(g.unique().tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(g.mean(0), torch.full((3,), 0.7), atol=1e-2, rtol=0)
+    gate.eval()
+    assert gate(torch.zeros(2, 8)).tolist() == [1.0, 1.0, 1.0]
+    gate.threshold.fill_(0.71)
+    assert gate(torch.zeros(2, 8)).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("policy", ["soft", "concrete", "hard_concrete"])
+def test_relaxed_policies_are_hard_at_evaluation(policy: str) -> None:
+    torch.manual_seed(0)
+    gate = StaticGate(64, policy=policy)  # type: ignore[arg-type]
+    torch.nn.init.normal_(gate.logit, std=3)
+    gate.eval()
+    g = gate(torch.zeros(5, 8))
+    assert gate.probability is not None
+    assert torch.equal(g, (gate.probability > 0.5).float())
+
+
+def test_soft_policy_is_p_in_training() -> None:
+    gate = StaticGate(4, policy="soft", initial_open_rate=0.6)
+    torch.testing.assert_close(gate(torch.zeros(1, 2)), torch.full((4,), 0.6))
