@@ -5,6 +5,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from typing_extensions import override
 
 from dg_lightning.compute import linear_maps
@@ -74,7 +75,7 @@ class GatePenalty(pl.Callback):
             penalty = scaler.scale(penalty)
         # Only the gradient is added: the value, which the last operation of the loss may need for
         # its own backward pass, stays as it is, and so does its version.
-        with torch.autograd._unsafe_preserve_version_counter((loss,)):
+        with _unsafe_preserve_version_counter((loss,)):
             loss.add_(penalty - penalty.detach())
 
     @override

@@ -45,7 +45,9 @@ class DigitsDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if find_spec("sklearn") is None:
-            raise ModuleNotFoundError("DigitsDataModule needs scikit-learn: pip install scikit-learn")
+            raise ModuleNotFoundError(
+                "DigitsDataModule needs scikit-learn: pip install scikit-learn"
+            )
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         self.batch_size = batch_size
@@ -89,7 +91,7 @@ class DigitsDataModule(pl.LightningDataModule):
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(
             self._parts[part],
-            self.batch_size,
+            batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,

@@ -1,6 +1,7 @@
 """The program `dg-lightning`: LightningCLI with shipped configs and one-line errors."""
 
 import csv
+import json
 import re
 import sys
 import warnings
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import (
     ArgsType,
@@ -21,18 +23,16 @@ from lightning.pytorch.cli import (
     LightningCLI,
     SaveConfigCallback,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-# The packages are imported so that their classes can be named without a path.
-import dg_lightning.callbacks
-import dg_lightning.datamodules
-from dg_lightning import GatedClassifier, __version__
+from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
 from dg_lightning.spec import import_class
 
 __all__ = ["main", "shipped_configs"]
 
+# Imported so that their classes can be named without a path: `--trainer.callbacks+=GatePenalty`.
+_NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
 # What Lightning and we raise for a wrong argument, file or package; anything else is a bug, and
 # shows its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
             args=None if args is None else list(args),
         )
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        _fail(str(error))
+        raise _refusal(str(error)) from error
 
 
 def shipped_configs() -> list[str]:
@@ -72,7 +72,9 @@ def shipped_configs() -> list[str]:
     for folder in root.iterdir():
         if folder.is_dir():
             names = (entry.name for entry in folder.iterdir())
-            found += [f"{folder.name}/{n.removesuffix('.yaml')}" for n in names if n.endswith(".yaml")]
+            found += [
+                f"{folder.name}/{n.removesuffix('.yaml')}" for n in names if n.endswith(".yaml")
+            ]
     return sorted(found)
 
 
@@ -85,7 +87,7 @@ class OneLineErrorParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        _fail(_one_line(message))
+        raise _refusal(_one_line(message)) from ex
 
 
 class SaveWholeConfig(SaveConfigCallback):
@@ -93,8 +95,9 @@ class SaveWholeConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        plain = json.loads(self.parser.dump(self.config, format="json"))
         for logger in trainer.loggers:
-            logger.log_hyperparams({"config": self.config.as_dict()})
+            logger.log_hyperparams({"config": plain})
 
 
 class WritePredictions(BasePredictionWriter):
@@ -119,7 +122,9 @@ class WritePredictions(BasePredictionWriter):
             writer.writerow(["prediction", "probability"])
             for batch in predictions:
                 for label, probability in zip(
-                    batch["prediction"].tolist(), batch["probability"].amax(-1).tolist(), strict=True
+                    batch["prediction"].tolist(),
+                    batch["probability"].amax(-1).tolist(),
+                    strict=True,
                 ):
                     writer.writerow([label, f"{probability:.6f}"])
         rank_zero_info(f"Predictions are in {path}")
@@ -145,9 +150,13 @@ class GateCLI(LightningCLI):
         if path is None or path.startswith(_NAMED_CHECKPOINTS) or "://" in path:
             return
         if not Path(path).exists():
-            _fail(f"There is no checkpoint {path!r}: give the path of one with --ckpt_path.")
+            raise _refusal(
+                f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
+            )
         if Path(path).is_file() and not zipfile.is_zipfile(path):
-            _fail(f"{path!r} is not a checkpoint, or was cut short: give another with --ckpt_path.")
+            raise _refusal(
+                f"{path!r} is not a checkpoint, or was cut short: give another with --ckpt_path."
+            )
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -166,9 +175,9 @@ class GateCLI(LightningCLI):
             return
         parser = self._parser(self.config.subcommand)
         try:
-            data = parser.instantiate_classes(Namespace(data=settings.data)).data
+            data = parser.instantiate(Namespace(data=settings.data)).data
         except _USER_ERRORS as error:
-            _fail(_one_line(str(error)))
+            raise _refusal(_one_line(str(error))) from error
         for key in sizes:
             value = getattr(data, key, None)
             wanted[key] = list(value) if isinstance(value, (tuple, torch.Size)) else value
@@ -176,8 +185,8 @@ class GateCLI(LightningCLI):
     def _instantiate_plainly(
         self, class_type: type[GatedClassifier], *args: Any, **kwargs: Any
     ) -> GatedClassifier:
-        # The parser has checked the arguments and turned net and optimizer into factories. The model
-        # is given the plain values instead: they are its hyper-parameters in the checkpoint.
+        # The parser has checked the arguments and made factories of net and optimizer. The model is
+        # given the plain values instead: they are its hyper-parameters in the checkpoint.
         model = self.config[self.config.subcommand].model
         plain = {**model.get("init_args", Namespace()).as_dict(), **model.get("dict_kwargs", {})}
         return class_type(**{key: value for key, value in plain.items() if key in kwargs})
@@ -187,7 +196,7 @@ class GateCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except _USER_ERRORS as error:
-            _fail(_one_line(str(error)))
+            raise _refusal(_one_line(str(error))) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -222,7 +231,7 @@ def _config_path(name: str) -> str:
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
     near = get_close_matches(short, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"these ship: {', '.join(shipped)}."
-    _fail(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
+    raise _refusal(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
 
 
 def _is_gated_classifier(settings: Namespace) -> bool:
@@ -237,7 +246,7 @@ def _newest_checkpoint(settings: Namespace) -> Path:
         folder = Path(logger.save_dir) / (logger.get("name") or "")
     found = sorted(folder.glob("version_*/checkpoints/*.ckpt"), key=lambda p: p.stat().st_mtime)
     if not found:
-        _fail(
+        raise _refusal(
             f"There is no checkpoint under {str(folder)!r}: run `dg-lightning fit` first, "
             "or name one with --ckpt_path."
         )
@@ -271,6 +280,7 @@ def _one_line(message: str) -> str:
     return ": ".join([".".join(keys), reason] if keys else [reason])
 
 
-def _fail(message: str) -> NoReturn:
+def _refusal(message: str) -> SystemExit:
+    """Say what is wrong, and return what ends the program."""
     sys.stderr.write(f"dg-lightning: error: {message}\n")
-    raise SystemExit(2)
+    return SystemExit(2)

@@ -76,9 +76,7 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
         if isinstance(child, nn.Linear) and child not in inside_gates:
             after = producers.get(child)
             skips_rows = after is not None and after.feeds.skips_rows
-            maps.append(
-                LinearMap(plain_name(name), child, readers.get(child), after, skips_rows)
-            )
+            maps.append(LinearMap(plain_name(name), child, readers.get(child), after, skips_rows))
     return maps
 
 
@@ -202,7 +200,7 @@ class ComputeReport:
         return sum(_rate(layer, kind) for layer in hidden) / len(hidden) if hidden else 1.0
 
     def relative_macs(self, kind: str, *, fused: bool = False) -> float:
-        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse with the density of connections."""
+        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse, which counts connections too."""
         hidden = self._hidden()
         dense = sum(layer.macs_dense for layer in hidden)
         used = sum(

@@ -102,8 +102,8 @@ class GatedMLP(nn.Module):
         dropout: Chance that a hidden output is dropped in training, after the gate.
         gate: The gate of every hidden layer as plain values, or a list with one entry a layer.
         input_gate: The gate on the inputs, as plain values.
-        input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so that the
-            ledger then claims no saving for them.
+        input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so the
+            ledger claims no saving for them.
         device: Where the parameters are made.
         dtype: Type of the parameters; those of the gates stay in float32 or wider.
 

@@ -50,15 +50,18 @@ class ComputeLedger(Metric):
         super().__init__(**kwargs)
         gates = list(gate_layers(net, required=False).values())
         maps = len(linear_maps(net))
-        whole, real = {"dtype": torch.int64}, {"dtype": torch.float32}
-        self.add_state("samples", torch.zeros((), **whole), dist_reduce_fx="sum")
-        self.add_state("macs", torch.zeros(maps, **whole), dist_reduce_fx="sum")
-        self.add_state("expected", torch.zeros(maps, **real), dist_reduce_fx="sum")
-        self.add_state("gate_macs", torch.zeros(len(gates), **whole), dist_reduce_fx="sum")
-        self.add_state("probability", torch.zeros(len(gates), **real), dist_reduce_fx="sum")
+        sums = {
+            "samples": torch.tensor(0),
+            "macs": torch.zeros(maps, dtype=torch.int64),
+            "expected": torch.zeros(maps),
+            "gate_macs": torch.zeros(len(gates), dtype=torch.int64),
+            "probability": torch.zeros(len(gates)),
+        }
         for index, gate in enumerate(gates):
-            opened = torch.zeros(gate.units // gate.block_size, **whole)
-            self.add_state(f"opened_{index}", opened, dist_reduce_fx="sum")
+            blocks = gate.units // gate.block_size
+            sums[f"opened_{index}"] = torch.zeros(blocks, dtype=torch.int64)
+        for name, zero in sums.items():
+            self.add_state(name, zero, dist_reduce_fx="sum")
 
     @override
     @torch.no_grad()
@@ -71,7 +74,8 @@ class ComputeLedger(Metric):
             self.expected[index] += _total(expected_macs(linear_map), samples)
         for index, gate in enumerate(gate_layers(net, required=False).values()):
             self.gate_macs[index] += _total(decision_macs(gate, maps), samples)
-            assert gate.gate is not None and gate.probability is not None
+            assert gate.gate is not None
+            assert gate.probability is not None
             self.probability[index] += _total(gate.probability.mean(-1), samples)
             is_open = gate.gate != 0
             opened = is_open * samples if is_open.ndim == 1 else is_open.flatten(0, -2).sum(0)
@@ -79,7 +83,7 @@ class ComputeLedger(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return the means over samples: `macs`, `expected`, `gate_macs`, `probability`, `opened_*`."""
+        """Return the mean of every sum over the samples."""
         if not self.samples:
             raise RuntimeError("The ledger has seen no sample: call `update` after a forward pass.")
         states = {name: getattr(self, name) for name in self._defaults if name != "samples"}

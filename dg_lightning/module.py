@@ -26,8 +26,8 @@ class GatedClassifier(pl.LightningModule):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
 
     Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
-    argument and no pickled code. Validation and test take accuracy and MACs from the same hard gates
-    of the same forward passes.
+    argument and no pickled code. Validation and test take accuracy and MACs from the same hard
+    gates of the same forward passes.
 
     Args:
         net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
@@ -40,14 +40,14 @@ class GatedClassifier(pl.LightningModule):
         lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
         class_weights: Weight of each class in the loss; `balanced` takes those of the DataModule.
         label_smoothing: Share of the target that is spread over all classes.
-        gate_lr_factor: Learning rate of gate parameters, as a multiple of the optimizer's. They have
-            a group of their own, without weight decay, which would pull them to p = 0.5.
+        gate_lr_factor: Learning rate of gate parameters, as a multiple of the optimizer's. They
+            have a group of their own, without weight decay, which would pull them to p = 0.5.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
 
     | logged key | meaning |
     |---|---|
     | `train/loss` | what `training_step` returns: task and auxiliary loss |
-    | `train/task_loss`, `train/aux_loss` | its parts; the second where the net has `auxiliary_loss()` |
+    | `train/task_loss`, `train/aux_loss` | its parts, the second of nets with `auxiliary_loss()` |
     | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | with hard gates |
     | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
 
@@ -155,8 +155,9 @@ class GatedClassifier(pl.LightningModule):
         x, target = batch
         loss = self.task_loss(self(x), target)
         self.log("train/task_loss", loss.detach())
-        if hasattr(self.net, "auxiliary_loss"):
-            auxiliary: Tensor = self.net.auxiliary_loss()
+        auxiliary_loss = getattr(self.net, "auxiliary_loss", None)
+        if auxiliary_loss is not None:
+            auxiliary: Tensor = auxiliary_loss()
             self.log("train/aux_loss", auxiliary.detach())
             loss = loss + auxiliary
         self.log("train/loss", loss.detach(), prog_bar=True)
@@ -184,7 +185,9 @@ class GatedClassifier(pl.LightningModule):
         x, target = batch
         logits = self(x)
         samples = len(target)
-        self.log(f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True)
+        self.log(
+            f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True
+        )
         metrics.update(logits, target)
         self.log_dict(metrics, batch_size=samples)
         ledger.update(self.net, samples)
@@ -233,7 +236,7 @@ class GatedClassifier(pl.LightningModule):
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_scheduler_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = self.lr_scheduler_monitor
-        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[typeddict-item,return-value]
+        return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
     @override
     def configure_gradient_clipping(

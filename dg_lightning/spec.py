@@ -2,10 +2,9 @@
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict
 
 from torch import nn, optim
-from typing_extensions import Required
 
 __all__ = ["ClassSpec", "NetSpec", "OptimizerSpec", "SchedulerSpec", "build", "import_class"]
 
@@ -42,8 +41,8 @@ class SchedulerFactory(Protocol):
 
 
 # For the program these are class specs. The command line reads the annotations too, and shall check
-# the arguments of the class that is named: from a factory it learns which ones are still open, while
-# a `ClassSpec` would let a misspelt one pass.
+# the arguments of the class that is named: from a factory it learns which ones are still open,
+# while a `ClassSpec` would let a misspelt one pass.
 if TYPE_CHECKING:
     NetSpec: TypeAlias = ClassSpec
     OptimizerSpec: TypeAlias = ClassSpec
@@ -64,7 +63,9 @@ def import_class(class_path: str) -> type[Any]:
         found = getattr(importlib.import_module(place), name, None)
         if isinstance(found, type):
             return found
-    raise ValueError(f"There is no class {class_path!r}; give its full path, as package.module.Class.")
+    raise ValueError(
+        f"There is no class {class_path!r}; give its full path, as package.module.Class."
+    )
 
 
 def build(spec: Any, role: str, *args: Any, **open_arguments: Any) -> Any:

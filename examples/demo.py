@@ -50,7 +50,9 @@ def main() -> None:
         )
     console = Console()
     console.print(table)
-    console.print(f"{time.perf_counter() - start:.0f} s; configs, logs and checkpoints are in {RUNS}")
+    console.print(
+        f"{time.perf_counter() - start:.0f} s; configs, logs and checkpoints are in {RUNS}"
+    )
 
 
 if __name__ == "__main__":

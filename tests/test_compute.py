@@ -42,8 +42,10 @@ def counted_by_hand(net: GatedMLP, x: Tensor) -> list[list[int]]:
             total = 0
             for i in range(linear.out_features):
                 for j in range(linear.in_features):
-                    total += bool(mask[i, j]) and unit_open(own, sample, i) and unit_open(
-                        previous, sample, j
+                    total += (
+                        bool(mask[i, j])
+                        and unit_open(own, sample, i)
+                        and unit_open(previous, sample, j)
                     )
             counts.append(total)
         rows.append(counts)
@@ -147,7 +149,7 @@ def test_executed_macs_equal_a_count_entry_by_entry(
     if masked:
         for linear_map in linear_maps(net):
             weight = linear_map.linear.weight
-            linear_map.linear.connection_mask = torch.rand_like(weight) < 0.5  # type: ignore[assignment]
+            linear_map.linear.connection_mask = torch.rand_like(weight) < 0.5
     x = torch.randn(4, widths[0])
     report = report_of(net, x)
     by_hand = counted_by_hand(net, x)
@@ -160,7 +162,7 @@ def test_executed_macs_equal_a_count_entry_by_entry(
     assert report.macs_dense + report.gate_macs <= report.macs_as_implemented
     assert report.macs == sum(layer.macs for layer in report.layers) + report.gate_macs
     if masked:
-        kept = [m.linear.connection_mask.float().mean().item() for m in maps]  # type: ignore[union-attr,operator]
+        kept = [m.linear.connection_mask.float().mean().item() for m in maps]  # type: ignore[operator]
         assert [layer.density for layer in mapped] == pytest.approx(kept)
 
 
@@ -176,7 +178,7 @@ def test_expected_macs_are_the_mean_of_products_not_the_product_of_means(
     middle = linear_maps(net)[1]
     mask = torch.rand(4, 4) < 0.6 if masked else torch.ones(4, 4, dtype=torch.bool)
     if masked:
-        middle.linear.connection_mask = mask  # type: ignore[assignment]
+        middle.linear.connection_mask = mask
     net(torch.randn(9, 6))
     first, second = (g.probability.expand(9, 4) for g in gate_layers(net).values())  # type: ignore[union-attr]
     by_hand = torch.einsum("bi,ij,bj->b", second, mask.float(), first)
@@ -185,9 +187,7 @@ def test_expected_macs_are_the_mean_of_products_not_the_product_of_means(
 
 
 def test_no_credit_for_own_rows_behind_a_layer_norm_nor_for_normalised_inputs() -> None:
-    net = GatedMLP(
-        6, [4], 3, norm="layer", gate={"kind": "static"}, input_gate={"kind": "static"}
-    )
+    net = GatedMLP(6, [4], 3, norm="layer", gate={"kind": "static"}, input_gate={"kind": "static"})
     open_first(gate_layers(net)["hidden.0.gate"], 1)
     open_first(gate_layers(net)["input_gate"], 2)
     assert report_of(net, torch.randn(2, 6)).macs == 2 * 4 + 1 * 3
@@ -212,15 +212,17 @@ def test_fused_proxy_is_density_times_open_rate() -> None:
     open_first(gate_layers(net)["hidden.0.gate"], 2)
     open_first(gate_layers(net)["hidden.1.gate"], 2)
     first = linear_maps(net)[0].linear
-    first.connection_mask = torch.arange(24).reshape(4, 6) % 4 == 0  # type: ignore[assignment]
+    first.connection_mask = torch.arange(24).reshape(4, 6) % 4 == 0
     report = report_of(net, torch.randn(2, 6))
     assert report.relative_macs("g") == pytest.approx((24 * 0.5 + 32 * 0.25) / 56)
-    assert report.relative_macs("g", fused=True) == pytest.approx((24 * 0.5 * 0.25 + 32 * 0.25) / 56)
+    assert report.relative_macs("g", fused=True) == pytest.approx(
+        (24 * 0.5 * 0.25 + 32 * 0.25) / 56
+    )
 
 
 def test_counts_beyond_float32_stay_exact() -> None:
     net = GatedMLP(5000, [5001], 1, gate={"kind": "static"})
-    linear_maps(net)[0].linear.connection_mask = torch.ones(5001, 5000, dtype=torch.bool)  # type: ignore[assignment]
+    linear_maps(net)[0].linear.connection_mask = torch.ones(5001, 5000, dtype=torch.bool)
     assert report_of(net, torch.randn(3, 5000)).macs == 5000 * 5001 + 5001
 
 
@@ -228,7 +230,10 @@ def test_a_ledger_without_a_forward_pass_says_so() -> None:
     net = GatedMLP(6, [4], 3, gate={"kind": "static"})
     with pytest.raises(RuntimeError, match="reads the last forward pass"):
         ComputeLedger(net).update(net, 1)
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="seen no sample"):
+    with (
+        pytest.warns(UserWarning, match="before the"),
+        pytest.raises(RuntimeError, match="seen no sample"),
+    ):
         ComputeLedger(net).report(net)
 
 

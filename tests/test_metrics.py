@@ -41,7 +41,9 @@ def test_open_rates_and_dead_units_by_hand() -> None:
     net = some_net("static")
     gate: Any = gate_layers(net)["hidden.0.gate"]
     gate.logit.data = torch.tensor([5.0, -5.0, 0.1, -0.1])
-    (layer,) = (r for r in ledger_over(net, [torch.randn(3, 6)]).layers if r.name.startswith("hidden.0"))
+    (layer,) = (
+        r for r in ledger_over(net, [torch.randn(3, 6)]).layers if r.name.startswith("hidden.0")
+    )
     assert layer.open_rate_g == 0.5
     assert layer.dead_units == 4
     assert layer.open_rate_p == pytest.approx(torch.sigmoid(gate.logit).mean().item())

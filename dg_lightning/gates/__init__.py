@@ -12,7 +12,6 @@ gradient of the loss reaches the logit of a closed unit too.
 Reference: Y. I. Choi, "DynamicGate-MLP", 2025, sections 3.1 to 3.5.
 """
 
-
 from dg_lightning.gates.base import Gate, GateOptions
 from dg_lightning.gates.dynamic import DynamicGate
 from dg_lightning.gates.policies import Policy, straight_through, top_k_mask

@@ -3,7 +3,7 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, TypedDict, get_args
+from typing import Any, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Gate(nn.Module, ABC):
         policy: How `p` becomes `g` in training. `threshold`: 1 where p > threshold. `top_k`: 1 for
             the k largest. `bernoulli`: a draw with chance p, per sample. `soft`: p itself.
             `concrete`: a relaxed draw in (0, 1). `hard_concrete`: a relaxed draw clipped to [0, 1];
-            p is then the chance that it is not 0. Evaluation is always hard: top-k, or p > threshold.
+            p is then the chance that it is not 0. Evaluation is always hard.
         k: Open gates of `top_k`, an int as a count, a float as a fraction.
         temperature: τ, a 0-d buffer, so that a change never recompiles a compiled model.
         threshold: θ, a 0-d buffer, one for each gate.
@@ -104,7 +104,7 @@ class Gate(nn.Module, ABC):
         self.feeds = Feeds()
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
-        # 0-d buffers: they travel in the checkpoint, and a change never recompiles a compiled model.
+        # 0-d buffers: they travel in the checkpoint, and a change never recompiles a model.
         for name, value in {"temperature": temperature, "threshold": threshold}.items():
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32, device=device))
         self.register_buffer("min_open", torch.tensor(0, device=device))
@@ -159,7 +159,7 @@ class Gate(nn.Module, ABC):
         return self.temperature * logit_for(self.initial_open_rate, self.policy)
 
     @override
-    def _apply(self, fn: Any, recurse: bool = True) -> "Gate":
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # `.half()` and `.bfloat16()` of a model would leave logits too coarse to learn: a step of
         # 0.001 at a logit of 2 is lost in bfloat16. Move with the model, but stay in float32.
         def keep_precision(tensor: Tensor) -> Tensor:
@@ -168,7 +168,8 @@ class Gate(nn.Module, ABC):
                 return tensor.to(moved.device)
             return moved
 
-        return super()._apply(keep_precision, recurse)
+        super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @override
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -36,7 +36,9 @@ class StaticGate(Gate):
         **options: Unpack[GateOptions],
     ) -> None:
         super().__init__(units, device=device, **options)
-        self.logit = nn.Parameter(torch.empty(self.blocks, device=device, dtype=at_least_float32(dtype)))
+        self.logit = nn.Parameter(
+            torch.empty(self.blocks, device=device, dtype=at_least_float32(dtype))
+        )
         self.reset_parameters()
 
     @torch.no_grad()

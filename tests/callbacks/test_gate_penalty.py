@@ -87,7 +87,9 @@ def trainer_for(**arguments: Any) -> pl.Trainer:
     return pl.Trainer(**{**defaults, **arguments})
 
 
-def fitted(usage: Any, micro_batches: int = 1, cls: type[Foreign] = Foreign, **trainer: Any) -> Foreign:
+def fitted(
+    usage: Any, micro_batches: int = 1, cls: type[Foreign] = Foreign, **trainer: Any
+) -> Foreign:
     model = cls()
     loader = DataLoader(TensorDataset(samples()), batch_size=16 // micro_batches)
     trainer_for(
@@ -131,13 +133,14 @@ def test_two_processes_equal_one_with_twice_the_batch(
 ) -> None:
     ranks = in_two_processes(f"""
 sys.path.insert(0, sys.path[0] + "/callbacks")
-from test_gate_penalty import DataLoader, Foreign, GatePenalty, TensorDataset, WEIGHT, samples, trainer_for
+from test_gate_penalty import *
 class MeanSquare(Foreign):  # a mean over samples, so that halves average to the whole
     def training_step(self, batch, batch_idx):
         return self.backbone(batch[0]).square().mean()
 model = MeanSquare()
 loader = DataLoader(TensorDataset(samples()), batch_size=8)
-trainer_for(callbacks=[GatePenalty(WEIGHT, {usage!r})], strategy="ddp", devices=2).fit(model, loader)
+penalty = GatePenalty(WEIGHT, {usage!r})
+trainer_for(callbacks=[penalty], strategy="ddp", devices=2).fit(model, loader)
 result = {{name: grad.tolist() for name, grad in model.grads.items()}}
 """)
     model = Foreign()
