@@ -6,9 +6,10 @@ A gate is any `nn.Module` with the attributes of `GateLike`; none of our classes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor, nn
+from typing_extensions import TypeIs, get_protocol_members
 
 __all__ = ["Feeds", "GateLike", "connection_mask", "gate_layers", "release"]
 
@@ -29,7 +30,6 @@ class Feeds:
     consumers: tuple[nn.Linear, ...] = ()
 
 
-@runtime_checkable
 class GateLike(Protocol):
     """The gate protocol. `probability` and `gate` hold one entry per block of units."""
 
@@ -57,6 +57,17 @@ class GateLike(Protocol):
         """Bring blocks back to their initial open rate."""
 
 
+_MEMBERS = get_protocol_members(GateLike)
+
+
+def is_gate(thing: object) -> TypeIs[GateLike]:
+    """Tell whether a thing has what the protocol asks for.
+
+    Not `isinstance`: from Python 3.12 on it overlooks buffers, which a module has by `__getattr__`.
+    """
+    return all(hasattr(thing, name) for name in _MEMBERS)
+
+
 def gate_layers(
     module: nn.Module, layers: Sequence[str] | None = None, *, required: bool = True
 ) -> dict[str, GateLike]:
@@ -74,11 +85,7 @@ def gate_layers(
     >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
     ['hidden.0.gate', 'hidden.1.gate']
     """
-    found = {
-        plain_name(name): child
-        for name, child in module.named_modules()
-        if isinstance(child, GateLike)
-    }
+    found = {plain_name(name): child for name, child in module.named_modules() if is_gate(child)}
     if required and not found:
         raise ValueError(
             f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear, "

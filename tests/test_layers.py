@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dg_lightning import DynamicGate, GatedLinear, GatedMLP, StaticGate, gate_layers
+from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import release
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_every_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+)
 
 
 def open_all(net: nn.Module, delta: float = 50.0) -> None:
@@ -187,15 +193,19 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
 
 
 @pytest.mark.slow
+@on_every_device
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(kind: Any) -> None:
+def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
+    kind: Any, device: str
+) -> None:
     torch.compiler.reset()
     net = GatedMLP(16, [8, 8], 3, gate={"kind": kind, "min_open": 2}, input_gate={"kind": "static"})
     for gate in gate_layers(net).values():
         for parameter in gate.parameters():  # type: ignore[attr-defined]
             nn.init.normal_(parameter)
+    net.to(device)
     compiled = torch.compile(net, fullgraph=True)
-    x = torch.randn(32, 16)
+    x = torch.randn(32, 16, device=device)
     compiled(x).sum().backward()
     release(net)
     opened = set()
@@ -220,15 +230,17 @@ def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(ki
     assert len(opened) == 3
 
 
+@on_every_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_opens_the_same_input_gates_and_trains(dtype: torch.dtype) -> None:
+def test_autocast_opens_the_same_gates_and_trains(dtype: torch.dtype, device: str) -> None:
     net = GatedMLP(16, [8], 3, gate={"kind": "dynamic"}, input_gate={"kind": "dynamic"})
     for gate in gate_layers(net).values():
         nn.init.normal_(gate.network[0].weight)  # type: ignore[attr-defined]
-    x = torch.randn(64, 16)
+    net.to(device)
+    x = torch.randn(64, 16, device=device)
     expected = net(x)
     masks = [g.gate for g in gate_layers(net).values()]
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(device, dtype=dtype):
         out = net(x)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), expected, atol=5e-2, rtol=5e-2)
@@ -239,7 +251,7 @@ def test_autocast_opens_the_same_input_gates_and_trains(dtype: torch.dtype) -> N
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("policy", ["threshold", "top_k"])
 def test_cpu_and_cuda_agree(kind: Any, policy: Any) -> None:
@@ -255,8 +267,12 @@ def test_cpu_and_cuda_agree(kind: Any, policy: Any) -> None:
         out = net(x.to(device))
         out.square().sum().backward()
         gates = [g.gate.cpu() for g in gate_layers(net).values()]  # type: ignore[union-attr]
-        results.append((out.cpu(), gates, [p.grad.cpu() for p in net.parameters()]))  # type: ignore[union-attr]
-    (out, gates, grads), (out_cuda, gates_cuda, grads_cuda) = results
+        grads = [p.grad.cpu().clone() for p in net.parameters()]  # type: ignore[union-attr]
+        ledger = ComputeLedger(net).to(device)
+        ledger.update(net, 256)
+        results.append((out.cpu(), gates, grads, ledger.report(net).logged()))
+    (out, gates, grads, figures), (out_cuda, gates_cuda, grads_cuda, figures_cuda) = results
+    assert figures == pytest.approx(figures_cuda)
     torch.testing.assert_close(out, out_cuda)
     for one, other in zip(gates, gates_cuda, strict=True):
         assert torch.equal(one, other)

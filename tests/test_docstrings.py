@@ -1,0 +1,36 @@
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import dg_lightning
+import dg_lightning.callbacks
+import dg_lightning.datamodules
+import dg_lightning.gates
+
+# The first path only: in a checkout the second one of `dg_lightning` is the whole repository.
+PACKAGES = [dg_lightning, dg_lightning.gates, dg_lightning.callbacks, dg_lightning.datamodules]
+MODULES = sorted(
+    f"{package.__name__}.{module.name}"
+    for package in PACKAGES
+    for module in pkgutil.iter_modules(package.__path__[:1])
+    if module.name != "__main__"
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [getattr(package, name) for package in PACKAGES for name in package.__all__ if name[0] != "_"],
+    ids=str,
+)
+def test_what_is_public_has_a_docstring(thing: object) -> None:
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        assert thing.__doc__
+        assert "\n" not in thing.__doc__.splitlines()[0]

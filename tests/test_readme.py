@@ -1,0 +1,71 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dg_lightning.cli import shipped_configs
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+@pytest.mark.parametrize("source", blocks("python"), ids=lambda source: source.splitlines()[0])
+def test_python_blocks_run(source: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_run_in_the_order_of_the_page(tmp_path: Path) -> None:
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ran = 0
+    for line in "\n".join(blocks("bash")).splitlines():
+        if line.startswith("make "):
+            assert f"\n{line.removeprefix('make ')}:" in (ROOT / "Makefile").read_text()
+            continue
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": programs},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        ran += 1
+    assert ran >= 4
+
+
+def test_every_shipped_config_is_named() -> None:
+    assert all(f"`{name}`" in README for name in shipped_configs())
+
+
+def test_every_key_that_a_run_logs_is_listed(tmp_path: Path) -> None:
+    import csv
+
+    from dg_lightning.cli import main
+
+    options = ["--config", "digits/dynamicgate", f"--trainer.logger.save_dir={tmp_path}"]
+    options += ["--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    for command in ("fit", "test"):
+        main([command, *options])
+    logged = set()
+    for path in tmp_path.rglob("metrics.csv"):
+        logged |= set(csv.DictReader(path.open()).fieldnames or [])
+    listed = set(re.findall(r"`((?:train|val|test|compute|gates)/\w+)`", README))
+    assert logged - {"epoch", "step"} <= listed
+    assert listed - logged == {"train/aux_loss"}  # of nets that have one
