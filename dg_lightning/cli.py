@@ -36,12 +36,18 @@ _NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
 # What Lightning and we raise for a wrong argument, file or package; anything else is a bug, and
 # shows its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
+# Warnings of Lightning that tell a user of this program nothing.
+_NOISE = (
+    ".*does not have many workers.*",  # the data is in memory
+    ".*LeafSpec.*is deprecated.*",
+    "The dirpath has changed",  # a test run writes no checkpoint
+)
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the program with the given arguments, or with those of the command line."""
-    for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
+    for noise in _NOISE:
         warnings.filterwarnings("ignore", noise)
     try:
         GateCLI(
