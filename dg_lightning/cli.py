@@ -101,9 +101,8 @@ class SaveWholeConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        plain = json.loads(self.parser.dump(self.config, format="json"))
         for logger in trainer.loggers:
-            logger.log_hyperparams({"config": plain})
+            logger.log_hyperparams({"config": _plain(self.parser, self.config)})
 
 
 class WritePredictions(BasePredictionWriter):
@@ -193,9 +192,10 @@ class GateCLI(LightningCLI):
     ) -> GatedClassifier:
         # The parser has checked the arguments and made factories of net and optimizer. The model is
         # given the plain values instead: they are its hyper-parameters in the checkpoint.
-        model = self.config[self.config.subcommand].model
-        plain = {**model.get("init_args", Namespace()).as_dict(), **model.get("dict_kwargs", {})}
-        return class_type(**{key: value for key, value in plain.items() if key in kwargs})
+        subcommand = self.config.subcommand
+        model = _plain(self._parser(subcommand), self.config[subcommand])["model"]
+        given = {**model.get("init_args", {}), **model.get("dict_kwargs", {})}
+        return class_type(**{key: value for key, value in given.items() if key in kwargs})
 
     @override
     def instantiate_classes(self) -> None:
@@ -238,6 +238,12 @@ def _config_path(name: str) -> str:
     near = get_close_matches(short, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"these ship: {', '.join(shipped)}."
     raise _refusal(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
+
+
+def _plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
+    """Return settings as numbers, strings, lists and dicts: what YAML and JSON both hold."""
+    plain: dict[str, Any] = json.loads(parser.dump(settings, format="json"))
+    return plain
 
 
 def _is_gated_classifier(settings: Namespace) -> bool:
