@@ -3,7 +3,8 @@
 For one sample and one linear map with connection mask m, the executed MACs are the entries of m
 whose input is open and whose output is open. An output counts as closed for its own product only
 when its gate was known before it (`Feeds.skips_rows`). What it costs to decide is always added.
-FLOPs are 2 x MACs.
+FLOPs are 2 x MACs. Only linear maps are counted, each as run once a sample (or once a position,
+where a sample has several).
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from dg_lightning.protocol import GateLike, connection_mask, gate_layers, plain_
 if TYPE_CHECKING:
     from rich.table import Table
 
+# Modules whose weights are counted, or are not part of a product.
+_COUNTED_OR_FREE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
+
 __all__ = [
     "ComputeReport",
     "LayerCompute",
@@ -25,6 +29,7 @@ __all__ = [
     "executed_macs",
     "expected_macs",
     "linear_maps",
+    "uncounted_modules",
 ]
 
 
@@ -52,10 +57,10 @@ class LinearMap:
         return self.linear.in_features * self.linear.out_features
 
     @property
-    def density(self) -> float:
-        """The share of connections that exist."""
+    def connections(self) -> Tensor:
+        """How many connections exist: 0-d, on the device of the mask."""
         mask = connection_mask(self.linear)
-        return 1.0 if mask is None else mask.float().mean().item()
+        return torch.tensor(self.macs_dense) if mask is None else mask.sum()
 
 
 def linear_maps(module: nn.Module) -> list[LinearMap]:
@@ -65,12 +70,10 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
     >>> [m.name for m in linear_maps(GatedMLP(8, [4], 2, gate={"kind": "static"}))]
     ['hidden.0.linear', 'output']
     """
-    gates = gate_layers(module, required=False)
-    inside_gates = {
-        child for gate in gates.values() if isinstance(gate, nn.Module) for child in gate.modules()
-    }
-    producers = {gate.feeds.producer: gate for gate in gates.values()}
-    readers = {reader: gate for gate in gates.values() for reader in gate.feeds.consumers}
+    gates = gate_layers(module, required=False).values()
+    inside_gates = _inside_gates(module)
+    producers = {gate.feeds.producer: gate for gate in gates}
+    readers = {reader: gate for gate in gates for reader in gate.feeds.consumers}
     maps = []
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear) and child not in inside_gates:
@@ -118,9 +121,37 @@ def expected_macs(linear_map: LinearMap) -> Tensor:
 
 def decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
     """Count the MACs of a gate's own decision in the last forward pass, over its open inputs."""
-    source = next((m for m in maps if m.output_gate is gate), None)
-    width = gate.units if source is None else source.linear.in_features
-    return gate.decision_macs(_open_count(_is_open(source.input_gate) if source else None, width))
+    inputs = _is_open(_gate_before(gate, maps))
+    return gate.decision_macs(None if inputs is None else inputs.sum(-1))
+
+
+def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
+    """Return the same with p in place of g, as a share of a decision over all inputs."""
+    inputs = _unit_probability(_gate_before(gate, maps))
+    expected = gate.decision_macs(None if inputs is None else inputs.sum(-1))
+    return expected / max(int(gate.decision_macs()), 1)
+
+
+def _gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
+    """Return the gate on the inputs of a gate's layer, which the GateNet reads too."""
+    return next((m.input_gate for m in maps if m.output_gate is gate), None)
+
+
+def uncounted_modules(module: nn.Module) -> list[str]:
+    """Name the modules with weights that the ledger cannot count: neither linear nor a norm."""
+    inside_gates = _inside_gates(module)
+    return [
+        plain_name(name) or type(child).__name__
+        for name, child in module.named_modules()
+        if any(p.ndim > 1 for p in child.parameters(recurse=False))
+        and not isinstance(child, _COUNTED_OR_FREE)
+        and child not in inside_gates
+    ]
+
+
+def _inside_gates(module: nn.Module) -> set[nn.Module]:
+    gates = gate_layers(module, required=False).values()
+    return {child for gate in gates if isinstance(gate, nn.Module) for child in gate.modules()}
 
 
 def _is_open(gate: GateLike | None) -> Tensor | None:
@@ -128,7 +159,10 @@ def _is_open(gate: GateLike | None) -> Tensor | None:
     if gate is None:
         return None
     if gate.gate is None:
-        raise RuntimeError("The ledger reads the last forward pass of a net, and there was none.")
+        raise RuntimeError(
+            f"A gate of {gate.units} units took no part in a forward pass, which the ledger reads: "
+            "run the whole net first."
+        )
     return (gate.gate.detach() != 0).repeat_interleave(gate.block_size, -1)
 
 
@@ -151,6 +185,7 @@ class LayerCompute:
     macs: float = 0.0
     macs_expected: float = 0.0
     gate_macs: float = 0.0
+    gate_macs_expected: float = 0.0
     gate_macs_dense: int = 0
     open_rate_g: float | None = None
     open_rate_p: float | None = None
@@ -164,6 +199,7 @@ class ComputeReport:
     """The ledger of a net: its layers, the totals, and the proxies by the paper's formulas."""
 
     layers: tuple[LayerCompute, ...]
+    uncounted: tuple[str, ...] = ()  # modules whose MACs are not in it
 
     @property
     def macs_dense(self) -> int:
@@ -183,7 +219,7 @@ class ComputeReport:
     @property
     def macs_expected(self) -> float:
         """The same with p in place of g."""
-        return sum(layer.macs_expected for layer in self.layers) + self.gate_macs
+        return sum(layer.macs_expected + layer.gate_macs_expected for layer in self.layers)
 
     @property
     def macs_as_implemented(self) -> int:
@@ -231,6 +267,8 @@ class ComputeReport:
         from rich.table import Table
 
         table = Table(title="Compute ledger: MACs a sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        if self.uncounted:
+            table.caption = f"Not counted: {', '.join(self.uncounted)}."
         table.add_column("layer", no_wrap=True)
         for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
             table.add_column(column, justify="right")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from dg_lightning.gates import Gate, GateSettings, make_gate
-from dg_lightning.protocol import Feeds
+from dg_lightning.gates import GateSettings, make_gate
+from dg_lightning.protocol import Feeds, is_gate
 
 __all__ = ["GatedLinear", "GatedMLP"]
 
@@ -33,7 +33,8 @@ class GatedLinear(nn.Module):
     Args:
         in_features: Width of the layer before.
         out_features: Number of units.
-        gate: A gate, or the plain values that describe one; None leaves a dense layer.
+        gate: A gate (anybody's: see `protocol.GateLike`), or the plain values that describe one;
+            None leaves a dense layer.
         activation: Nonlinearity after the norm.
         norm: Normalisation after the product.
         dropout: Chance that an output is dropped in training.
@@ -51,7 +52,7 @@ class GatedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
-        gate: Gate | GateSettings | None = None,
+        gate: nn.Module | GateSettings | None = None,
         activation: Activation = "relu",
         norm: Norm | None = None,
         dropout: float = 0.0,
@@ -67,16 +68,28 @@ class GatedLinear(nn.Module):
         self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.norm = _norm(norm, out_features, device, dtype)
         self.activation = _ACTIVATIONS[activation]()
-        if gate is not None and not isinstance(gate, Gate):
+        if gate is not None and not isinstance(gate, nn.Module):
             gate = make_gate(gate, in_features, out_features, device, dtype)
-        if gate is not None and gate.units != out_features:
-            raise ValueError(
-                f"The gate has {gate.units} units, the layer {out_features}: they must be equal."
-            )
-        self.gate = gate
         if gate is not None:
-            gate.feeds = Feeds(producer=self.linear, skips_rows=norm != "layer")
+            self._attach(gate, skips_rows=norm != "layer")
+        self.gate = gate
         self.dropout = nn.Dropout(dropout)
+
+    def _attach(self, gate: nn.Module, skips_rows: bool) -> None:
+        """Tell the gate which map it stands behind."""
+        if not is_gate(gate):
+            raise TypeError(
+                f"`gate` must be a gate or its settings, got {type(gate).__name__}: "
+                "dg_lightning.protocol.GateLike says what a gate has."
+            )
+        if gate.units != self.linear.out_features:
+            raise ValueError(
+                f"The gate has {gate.units} units, the layer {self.linear.out_features}: "
+                "they must be equal."
+            )
+        if gate.feeds.producer is not None:
+            raise ValueError("The gate belongs to another layer already: give each its own.")
+        gate.feeds = Feeds(producer=self.linear, skips_rows=skips_rows)
 
     @override
     def forward(self, h: Tensor) -> Tensor:
@@ -162,7 +175,7 @@ class GatedMLP(nn.Module):
         if self.input_gate is not None and not input_is_normalised:
             self.input_gate.feeds = Feeds(consumers=(maps[0],))
         for layer, reader in zip(self._layers(), maps[1:], strict=True):
-            if layer.gate is not None:
+            if is_gate(layer.gate):
                 layer.gate.feeds = replace(layer.gate.feeds, consumers=(reader,))
 
     def _layers(self) -> list[GatedLinear]:

@@ -12,8 +12,10 @@ from dg_lightning.compute import (
     LayerCompute,
     decision_macs,
     executed_macs,
+    expected_decision_macs,
     expected_macs,
     linear_maps,
+    uncounted_modules,
 )
 from dg_lightning.protocol import GateLike, gate_layers
 
@@ -44,6 +46,7 @@ class ComputeLedger(Metric):
     macs: Tensor  # (maps,)
     expected: Tensor  # (maps,), shares
     gate_macs: Tensor  # (gates,)
+    expected_gate: Tensor  # (gates,), shares
     probability: Tensor  # (gates,)
 
     def __init__(self, net: nn.Module, **kwargs: Any) -> None:
@@ -55,6 +58,7 @@ class ComputeLedger(Metric):
             "macs": torch.zeros(maps, dtype=torch.int64),
             "expected": torch.zeros(maps),
             "gate_macs": torch.zeros(len(gates), dtype=torch.int64),
+            "expected_gate": torch.zeros(len(gates)),
             "probability": torch.zeros(len(gates)),
         }
         for index, gate in enumerate(gates):
@@ -68,17 +72,22 @@ class ComputeLedger(Metric):
     def update(self, net: nn.Module, samples: int) -> None:
         """Add the last forward pass of `net`, which was over so many samples."""
         maps = linear_maps(net)
+        gates = gate_layers(net, required=False)
+        masks = [gate.gate for gate in gates.values() if gate.gate is not None]
+        rows = {mask.shape[:-1].numel() for mask in masks if mask.ndim > 1}
+        if len(rows) == 1:
+            (samples,) = rows  # in a sequence every position counts as a sample
         self.samples += samples
         for index, linear_map in enumerate(maps):
             self.macs[index] += _total(executed_macs(linear_map), samples)
             self.expected[index] += _total(expected_macs(linear_map), samples)
-        for index, gate in enumerate(gate_layers(net, required=False).values()):
+        for index, (name, gate) in enumerate(gates.items()):
+            if gate.gate is None or gate.probability is None:
+                raise RuntimeError(f"Gate {name!r} took no part in the last forward pass.")
             self.gate_macs[index] += _total(decision_macs(gate, maps), samples)
-            assert gate.gate is not None
-            assert gate.probability is not None
+            self.expected_gate[index] += _total(expected_decision_macs(gate, maps), samples)
             self.probability[index] += _total(gate.probability.mean(-1), samples)
-            is_open = gate.gate != 0
-            opened = is_open * samples if is_open.ndim == 1 else is_open.flatten(0, -2).sum(0)
+            opened = _total((gate.gate != 0).long(), samples, item_ndim=1)
             setattr(self, f"opened_{index}", getattr(self, f"opened_{index}") + opened)
 
     @override
@@ -101,10 +110,11 @@ class ComputeLedger(Metric):
                 return {}
             index = next(i for i, other in enumerate(gates.values()) if other is gate)
             opened = mean[f"opened_{index}"]
-            width = next((m.linear.in_features for m in maps if m.output_gate is gate), gate.units)
+            dense = int(gate.decision_macs())
             return {
                 "gate_macs": mean["gate_macs"][index].item(),
-                "gate_macs_dense": int(gate.decision_macs(torch.tensor(width))),
+                "gate_macs_expected": mean["expected_gate"][index].item() * dense,
+                "gate_macs_dense": dense,
                 "open_rate_g": opened.mean().item(),
                 "open_rate_p": mean["probability"][index].item(),
                 "dead_units": int((opened == 0).sum()) * gate.block_size,
@@ -122,14 +132,25 @@ class ComputeLedger(Metric):
                 macs_dense=m.macs_dense,
                 macs=mean["macs"][index].item(),
                 macs_expected=mean["expected"][index].item() * m.macs_dense,
-                density=m.density,
+                density=int(m.connections) / m.macs_dense,
                 **of_gate(m.output_gate),
             )
             for index, m in enumerate(maps)
         ]
-        return ComputeReport(tuple(layers))
+        return ComputeReport(tuple(layers), tuple(uncounted_modules(net)))
 
 
-def _total(value: Tensor, samples: int) -> Tensor:
-    """Sum a figure over samples; a 0-d one is the same for all of them."""
-    return value * samples if value.ndim == 0 else value.sum()
+def _total(value: Tensor, samples: int, item_ndim: int = 0) -> Tensor:
+    """Sum a figure over samples; `item_ndim` of its axes belong to the figure itself.
+
+    Without further axes it is the same for all samples. Where rows are not samples, as when a net
+    pools a sequence half-way, the mean over rows counts for each sample.
+    """
+    if value.ndim == item_ndim:
+        return value * samples
+    by_row = value.flatten(0, value.ndim - item_ndim - 1)
+    total = by_row.sum(0)
+    if len(by_row) == samples:
+        return total
+    rounding = None if value.is_floating_point() else "floor"
+    return (total * samples).div(len(by_row), rounding_mode=rounding)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -15,6 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
+from dg_lightning.compute import ComputeReport, uncounted_modules
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import gate_layers, release
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
@@ -82,7 +84,7 @@ class GatedClassifier(pl.LightningModule):
         cls = type(self)
         self.save_hyperparameters({"_class_path": f"{cls.__module__}.{cls.__qualname__}"})
         if num_classes is None:
-            num_classes = net.get("init_args", {}).get("num_classes")
+            num_classes = (net.get("init_args") or {}).get("num_classes")
         if num_classes is None:
             raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
         self.num_classes = num_classes
@@ -119,6 +121,13 @@ class GatedClassifier(pl.LightningModule):
         self.test_metrics = metrics.clone(prefix="test/")
         self.val_ledger = ComputeLedger(self.net)
         self.test_ledger = ComputeLedger(self.net)
+        # Of the last validation or test; logged values are its figures rounded to float32.
+        self.compute_report: ComputeReport | None = None
+        if uncounted := uncounted_modules(self.net):
+            rank_zero_warn(
+                f"The compute ledger counts linear maps only, not {', '.join(uncounted)}: "
+                "compute/macs is a part of what this net does."
+            )
 
     @override
     def setup(self, stage: str) -> None:
@@ -165,7 +174,7 @@ class GatedClassifier(pl.LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        release(self.net)
+        release(gate_layers(self.net, required=False).values())
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -193,19 +202,26 @@ class GatedClassifier(pl.LightningModule):
         ledger.update(self.net, samples)
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        self.val_ledger.reset()  # an interrupted evaluation may have left something
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self.test_ledger.reset()
+
+    @override
     def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.val_ledger.report(self.net).logged())
-        self.val_ledger.reset()
+        self.compute_report = self.val_ledger.report(self.net)
+        self.log_dict(self.compute_report.logged())
 
     @override
     def on_test_epoch_end(self) -> None:
-        report = self.test_ledger.report(self.net)
-        self.test_ledger.reset()
-        self.log_dict(report.logged())
+        self.compute_report = self.test_ledger.report(self.net)
+        self.log_dict(self.compute_report.logged())
         if self.trainer.is_global_zero:
             import rich
 
-            rich.print(report.table())
+            rich.print(self.compute_report.table())
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -233,6 +249,13 @@ class GatedClassifier(pl.LightningModule):
         if self.lr_scheduler is None:
             return optimizer
         scheduler = build(self.lr_scheduler, "lr_scheduler", optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if gate_parameters and not math.isclose(rates[1], rates[0] * self.gate_lr_factor):
+            raise ValueError(
+                f"{type(scheduler).__name__} sets learning rates itself and ignores "
+                f"`gate_lr_factor={self.gate_lr_factor}`: give it a list, for weights and for "
+                "gates, and leave the factor at 1."
+            )
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_scheduler_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = self.lr_scheduler_monitor

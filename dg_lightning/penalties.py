@@ -11,7 +11,7 @@ from torch import Tensor
 from dg_lightning.compute import LinearMap
 from dg_lightning.protocol import GateLike
 
-__all__ = ["expected_macs_usage", "linear_usage", "mean_probabilities"]
+__all__ = ["expected_macs_usage", "linear_usage", "mean_probabilities", "without_a_price"]
 
 
 def mean_probabilities(gates: Mapping[str, GateLike]) -> Tensor:
@@ -40,7 +40,7 @@ def expected_macs_usage(
 ) -> Tensor:
     """Return the MACs to expect from mean probabilities, as a share of the dense MACs.
 
-    The sum over linear maps of ``n_in * n_out * mean p_in * mean p_out``. Unlike the linear term it
+    The sum over linear maps of ``connections * mean p_in * mean p_out``. Unlike the linear term it
     knows what a unit costs: closing one saves its row and its column.
     """
     mean_of = dict(zip(gates, means, strict=True))
@@ -51,5 +51,11 @@ def expected_macs_usage(
         columns = linear_map.input_gate
         rows_open = one if rows is None else mean_of.get(rows, one)
         columns_open = one if columns is None else mean_of.get(columns, one)
-        executed = executed + linear_map.macs_dense * linear_map.density * rows_open * columns_open
+        executed = executed + linear_map.connections * rows_open * columns_open
     return executed / sum(linear_map.macs_dense for linear_map in maps)
+
+
+def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
+    """Name the gates that no linear map depends on, which `expected_macs_usage` cannot press on."""
+    priced = [m.input_gate for m in maps] + [m.output_gate for m in maps if m.skips_rows]
+    return [name for name, gate in gates.items() if not any(gate is other for other in priced)]

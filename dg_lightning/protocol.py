@@ -3,7 +3,7 @@
 A gate is any `nn.Module` with the attributes of `GateLike`; none of our classes is asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -44,8 +44,8 @@ class GateLike(Protocol):
     gate: Tensor | None  # of the last forward pass, with its graph
     feeds: Feeds
 
-    def decision_macs(self, open_inputs: Tensor) -> Tensor:
-        """Return the MACs of the decision for a sample that has so many inputs open."""
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
+        """Return the MACs of the decision for a sample with so many inputs open; None is all."""
 
     def set_min_open(self, min_open: int | float) -> None:
         """Set the floor on open gates, an int as a count, a float as a fraction."""
@@ -53,11 +53,12 @@ class GateLike(Protocol):
     def shift_bias(self, delta: float) -> None:
         """Add `delta` to the logit of every unit."""
 
-    def revive(self, blocks: Tensor) -> None:
-        """Bring blocks back to their initial open rate."""
+    def revive(self, units: Tensor) -> None:
+        """Bring units, given by index or as a bool mask, back to their initial open rate."""
 
 
 _MEMBERS = get_protocol_members(GateLike)
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def is_gate(thing: object) -> TypeIs[GateLike]:
@@ -85,7 +86,13 @@ def gate_layers(
     >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
     ['hidden.0.gate', 'hidden.1.gate']
     """
-    found = {plain_name(name): child for name, child in module.named_modules() if is_gate(child)}
+    gates = {name: child for name, child in module.named_modules() if is_gate(child)}
+    # A wrapper, as of torch.compile, looks like the gate inside it: the innermost one counts.
+    found = {
+        plain_name(name): gate
+        for name, gate in gates.items()
+        if not any(other.startswith(f"{name}.") for other in gates)
+    }
     if required and not found:
         raise ValueError(
             f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear, "
@@ -104,13 +111,13 @@ def gate_layers(
 
 
 def plain_name(name: str) -> str:
-    """Take out what `torch.compile` puts into module names, so that logged keys stay the same."""
-    return name.replace("_orig_mod.", "")
+    """Take out what wrappers put into module names, so that logged keys stay the same."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def release(module: nn.Module) -> None:
+def release(gates: Iterable[GateLike]) -> None:
     """Let go of the graphs of the last forward pass; the values stay."""
-    for gate in gate_layers(module, required=False).values():
+    for gate in gates:
         if gate.probability is not None and gate.gate is not None:
             gate.probability, gate.gate = gate.probability.detach(), gate.gate.detach()
 

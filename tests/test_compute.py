@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dg_lightning import GatedLinear, GatedMLP, StaticGate, gate_layers
-from dg_lightning.compute import ComputeReport, executed_macs, expected_macs, linear_maps
+from dg_lightning import DynamicGate, GatedLinear, GatedMLP, StaticGate, gate_layers
+from dg_lightning.compute import (
+    ComputeReport,
+    executed_macs,
+    expected_macs,
+    linear_maps,
+    uncounted_modules,
+)
 from dg_lightning.metrics import ComputeLedger
 
 
@@ -207,6 +213,49 @@ def test_a_foreign_net_gets_credit_only_for_what_is_certain() -> None:
     assert report_of(net, torch.randn(2, 6)).macs == 6 * 2 + 8 * 3
 
 
+def test_a_gate_of_unknown_place_still_pays_for_its_network() -> None:
+    class ByHand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.linear = DynamicGate(64, 8), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.gate(x) * self.linear(x)
+            return out
+
+    report = report_of(ByHand(), torch.randn(2, 64))
+    assert report.gate_macs == 64 * 8
+    assert report.macs == report.macs_as_implemented == 2 * 64 * 8
+
+
+def test_sequences_count_by_the_mean_position() -> None:
+    gate = DynamicGate(4, 8)
+    nn.init.normal_(gate.network[0].weight)  # type: ignore[arg-type]
+    net = nn.Sequential(GatedLinear(4, 8, gate=gate), nn.Linear(8, 3))
+    x = torch.randn(6, 5, 4)
+    by_position = report_of(net, x.flatten(0, 1)).logged()
+    assert report_of(net, x).logged() == pytest.approx(by_position)
+    assert by_position["compute/proxy_g"] < 1
+
+
+def test_what_is_not_counted_is_named() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    assert uncounted_modules(net) == ["0"]
+    report = report_of(net, torch.randn(2, 1, 4, 4))
+    assert report.uncounted == ("0",)
+    assert report.table().caption == "Not counted: 0."
+    assert uncounted_modules(GatedMLP(6, [4], 3, norm="layer", gate={"kind": "dynamic"})) == []
+
+
+def test_expected_decisions_use_p_too() -> None:
+    gate: Any = {"kind": "dynamic", "initial_open_rate": 0.6}
+    net = GatedMLP(8, [4, 4], 3, gate=gate)
+    maps = 8 * 4 * 0.6 + 4 * 4 * 0.36 + 4 * 3 * 0.6
+    assert report_of(net, torch.randn(2, 8)).macs_expected == pytest.approx(
+        maps + 8 * 4 + 4 * 4 * 0.6
+    )
+
+
 def test_fused_proxy_is_density_times_open_rate() -> None:
     net = GatedMLP(6, [4, 8], 3, gate={"kind": "static"})
     open_first(gate_layers(net)["hidden.0.gate"], 2)
@@ -228,7 +277,7 @@ def test_counts_beyond_float32_stay_exact() -> None:
 
 def test_a_ledger_without_a_forward_pass_says_so() -> None:
     net = GatedMLP(6, [4], 3, gate={"kind": "static"})
-    with pytest.raises(RuntimeError, match="reads the last forward pass"):
+    with pytest.raises(RuntimeError, match="A gate of 4 units took no part in a forward pass"):
         ComputeLedger(net).update(net, 1)
     with (
         pytest.warns(UserWarning, match="before the"),

@@ -32,5 +32,6 @@ def test_examples_in_docstrings_hold(name: str) -> None:
 )
 def test_what_is_public_has_a_docstring(thing: object) -> None:
     if inspect.isclass(thing) or inspect.isfunction(thing):
-        assert thing.__doc__
-        assert "\n" not in thing.__doc__.splitlines()[0]
+        summary, *rest = (thing.__doc__ or "").splitlines()
+        assert summary.endswith(".")
+        assert not rest or not rest[0]

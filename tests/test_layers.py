@@ -143,6 +143,45 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
         GatedLinear(6, 4, **arguments)
 
 
+def test_a_gate_in_a_wrapper_is_found_once() -> None:
+    net = GatedMLP(6, [4], 3, gate={"kind": "dynamic"})
+    layer: Any = net.hidden[0]
+    layer.gate = torch.compile(layer.gate)
+    assert list(gate_layers(net)) == ["hidden.0.gate"]
+    assert isinstance(gate_layers(net)["hidden.0.gate"], DynamicGate)
+
+
+def test_anybodys_gate_can_be_attached_and_only_once() -> None:
+    class Theirs(nn.Module):
+        """A gate that knows the protocol, and none of our classes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            ours = StaticGate(4)
+            for name in ("temperature", "threshold", "min_open"):
+                self.register_buffer(name, getattr(ours, name))
+            self.units, self.block_size, self.input_dependent = 4, 1, False
+            self.initial_open_rate, self.feeds = 0.8, ours.feeds
+            self.probability = self.gate = None
+            self.decision_macs, self.set_min_open = ours.decision_macs, ours.set_min_open
+            self.shift_bias, self.revive = ours.shift_bias, ours.revive
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.probability = self.gate = torch.tensor([1.0, 0.0, 0.0, 0.0])  # type: ignore[assignment]
+            return self.gate  # type: ignore[return-value]
+
+    gate = Theirs()
+    layer = GatedLinear(6, 4, gate=gate)
+    layer(torch.randn(2, 6))
+    ledger = ComputeLedger(layer)
+    ledger.update(layer, 2)
+    assert ledger.report(layer).macs == 6
+    with pytest.raises(ValueError, match="belongs to another layer already"):
+        GatedLinear(6, 4, gate=gate)
+    with pytest.raises(TypeError, match="must be a gate or its settings, got Linear"):
+        GatedLinear(6, 4, gate=nn.Linear(6, 4))
+
+
 def test_gate_layers_finds_gates_in_anybodys_module_and_names_patterns_that_fit_none() -> None:
     class Theirs(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +207,7 @@ def test_release_drops_the_graph_and_keeps_the_values() -> None:
     gate = gate_layers(net)["hidden.0.gate"]
     before = gate.probability
     assert before is not None
-    release(net)
+    release(gate_layers(net).values())
     assert gate.probability is not None
     assert not gate.probability.requires_grad
     assert torch.equal(gate.probability, before)
@@ -207,7 +246,7 @@ def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
     compiled = torch.compile(net, fullgraph=True)
     x = torch.randn(32, 16, device=device)
     compiled(x).sum().backward()
-    release(net)
+    release(gate_layers(net).values())
     opened = set()
     with torch.compiler.set_stance("fail_on_recompile"):
         for tau, theta in [(0.5, 0.5), (2.0, 0.3), (1.3, 0.7)]:
@@ -226,7 +265,7 @@ def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
             torch.testing.assert_close(out, expected)
             for one, other in zip(grads, net.parameters(), strict=True):
                 torch.testing.assert_close(one, other.grad)
-            release(net)
+            release(gate_layers(net).values())
     assert len(opened) == 3
 
 

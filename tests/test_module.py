@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,52 @@ def test_schedulers_from_plain_values(
     trainer = trainer_of(tmp_path)
     trainer.fit(model, datamodule=Blobs())  # 2 epochs of 7 steps
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(lr * 1e-3)
+
+
+def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
+    cycle: Any = {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.01, "total_steps": 9}}
+    with pytest.raises(ValueError, match="OneCycleLR sets learning rates itself"):
+        model_of(lr_scheduler=cycle, gate_lr_factor=0.1).configure_optimizers()
+    cycle["init_args"]["max_lr"] = [0.01, 0.01]
+    model_of(lr_scheduler=cycle).configure_optimizers()
+
+
+def test_an_interrupted_evaluation_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Interrupted(pl.Callback):
+        def on_validation_batch_end(self, *args: Any) -> None:
+            raise RuntimeError("stop here")
+
+    model = model_of()
+    with pytest.raises(RuntimeError, match="stop here"):
+        trainer_of(tmp_path, callbacks=[Interrupted()]).validate(model, datamodule=Blobs())
+    for gate in gate_layers(model).values():
+        gate.shift_bias(-50.0)
+    (figures,) = trainer_of(tmp_path).validate(model, datamodule=Blobs(), verbose=False)
+    assert figures["compute/proxy_g"] == 0
+    assert model.compute_report is not None
+    assert model.compute_report.macs == figures["compute/macs"]
+
+
+def test_a_net_that_the_ledger_cannot_count_in_full_says_so() -> None:
+    spec: Any = {"class_path": "torch.nn.Conv2d", "init_args": {"in_channels": 1}}
+    spec["init_args"] |= {"out_channels": 2, "kernel_size": 2}
+    with pytest.warns(UserWarning, match="counts linear maps only, not Conv2d"):
+        model_of(net=spec)
+
+
+def test_two_processes_train_to_the_same_weights_and_agree_on_the_figures(
+    in_two_processes: Callable[[str], list[Any]],
+) -> None:
+    one, other = in_two_processes("""
+from test_module import Blobs, model_of, trainer_of
+model = model_of()
+trainer = trainer_of(".", strategy="ddp", devices=2, enable_checkpointing=False)
+trainer.fit(model, datamodule=Blobs(batch_size=8))
+result = {k: v.sum().item() for k, v in model.state_dict().items()}
+result |= {k: v.item() for k, v in trainer.callback_metrics.items() if "train" not in k}
+""")
+    assert one == other
+    assert one["compute/macs_dense"] == 6 * 12 + 12 * 8 + 8 * 3
 
 
 def test_class_weights_and_label_smoothing_reach_the_loss(tmp_path: Path) -> None:

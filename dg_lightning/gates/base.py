@@ -92,7 +92,7 @@ class Gate(nn.Module, ABC):
         if k is None and initial_open_rate <= threshold:
             warnings.warn(
                 f"initial_open_rate {initial_open_rate} is not above threshold {threshold}: "
-                "every gate starts closed.",
+                "gates that no floor opens start closed when evaluated.",
                 stacklevel=3,
             )
         self.units = units
@@ -104,27 +104,42 @@ class Gate(nn.Module, ABC):
         self.feeds = Feeds()
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
+        self._given = {"temperature": temperature, "threshold": threshold, "min_open": min_open}
         # 0-d buffers: they travel in the checkpoint, and a change never recompiles a model.
-        for name, value in {"temperature": temperature, "threshold": threshold}.items():
-            self.register_buffer(name, torch.tensor(value, dtype=torch.float32, device=device))
+        for name in ("temperature", "threshold"):
+            self.register_buffer(name, torch.empty((), dtype=torch.float32, device=device))
         self.register_buffer("min_open", torch.tensor(0, device=device))
-        self.set_min_open(min_open)
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
         """Return z, one entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
 
     @abstractmethod
-    def decision_macs(self, open_inputs: Tensor) -> Tensor:
-        """Return the MACs of the decision for a sample that has so many inputs open."""
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
+        """Return the MACs of the decision for a sample with so many inputs open; None is all."""
 
     @abstractmethod
     def shift_bias(self, delta: float) -> None:
         """Add `delta` to the logit of every unit."""
 
     @abstractmethod
-    def revive(self, blocks: Tensor) -> None:
-        """Bring blocks, given by index or as a bool mask, back to their initial open rate."""
+    def _revive_blocks(self, blocks: Tensor) -> None:
+        """Bring blocks, given by index, back to their initial open rate."""
+
+    @torch.no_grad()
+    def revive(self, units: Tensor) -> None:
+        """Bring units, given by index or as a bool mask, back to their initial open rate.
+
+        With blocks, the whole block of each unit.
+        """
+        indices = units.nonzero().flatten() if units.dtype == torch.bool else units
+        self._revive_blocks(torch.unique(indices // self.block_size))
+
+    def reset_parameters(self) -> None:
+        """Start anew: temperature, threshold and floor as they were given, every unit open."""
+        self.temperature.fill_(self._given["temperature"])
+        self.threshold.fill_(self._given["threshold"])
+        self.set_min_open(self._given["min_open"])
 
     @override
     def forward(self, h: Tensor) -> Tensor:
@@ -164,9 +179,8 @@ class Gate(nn.Module, ABC):
         # 0.001 at a logit of 2 is lost in bfloat16. Move with the model, but stay in float32.
         def keep_precision(tensor: Tensor) -> Tensor:
             moved: Tensor = fn(tensor)
-            if moved.is_floating_point() and moved.dtype.itemsize < 4 <= tensor.dtype.itemsize:
-                return tensor.to(moved.device)
-            return moved
+            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device, torch.float32) if narrowed else moved
 
         super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -67,9 +67,10 @@ class DynamicGate(Gate):
     def _maps(self) -> list[nn.Linear]:
         return [layer for layer in self.network if isinstance(layer, nn.Linear)]
 
+    @override
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start every unit at its initial open rate, whatever the input."""
+        super().reset_parameters()
         for layer in self._maps:
             layer.reset_parameters()
         last = self._maps[-1]
@@ -82,10 +83,11 @@ class DynamicGate(Gate):
         return z
 
     @override
-    def decision_macs(self, open_inputs: Tensor) -> Tensor:
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
         first, *later = self._maps
         fixed = sum(layer.in_features * layer.out_features for layer in later)
-        return open_inputs * first.out_features + fixed
+        inputs = torch.tensor(self.in_features) if open_inputs is None else open_inputs
+        return inputs * first.out_features + fixed
 
     @override
     @torch.no_grad()
@@ -93,8 +95,7 @@ class DynamicGate(Gate):
         self._maps[-1].bias.add_(delta)
 
     @override
-    @torch.no_grad()
-    def revive(self, blocks: Tensor) -> None:
+    def _revive_blocks(self, blocks: Tensor) -> None:
         last = self._maps[-1]
         last.weight[blocks] = 0.0
         last.bias[blocks] = self.initial_logit().to(last.bias.dtype)

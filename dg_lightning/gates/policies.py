@@ -9,7 +9,15 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Policy", "deployed", "logit_for", "open_probability", "sampled", "straight_through"]
+__all__ = [
+    "Policy",
+    "deployed",
+    "logit_for",
+    "open_probability",
+    "sampled",
+    "straight_through",
+    "top_k_mask",
+]
 
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
 

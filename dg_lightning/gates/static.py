@@ -41,9 +41,10 @@ class StaticGate(Gate):
         )
         self.reset_parameters()
 
+    @override
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start every unit at its initial open rate."""
+        super().reset_parameters()
         self.logit.copy_(self.initial_logit())
 
     @override
@@ -51,8 +52,8 @@ class StaticGate(Gate):
         return self.logit
 
     @override
-    def decision_macs(self, open_inputs: Tensor) -> Tensor:
-        return torch.zeros_like(open_inputs)
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
+        return torch.tensor(0)
 
     @override
     @torch.no_grad()
@@ -60,6 +61,5 @@ class StaticGate(Gate):
         self.logit.add_(delta)
 
     @override
-    @torch.no_grad()
-    def revive(self, blocks: Tensor) -> None:
+    def _revive_blocks(self, blocks: Tensor) -> None:
         self.logit[blocks] = self.initial_logit().to(self.logit.dtype)
