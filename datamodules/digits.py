@@ -48,8 +48,10 @@ class DigitsDataModule(pl.LightningDataModule):
             raise ModuleNotFoundError(
                 "DigitsDataModule needs scikit-learn: pip install scikit-learn"
             )
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
+        least = {"batch_size": 1, "split_seed": 0, "num_workers": 0}
+        for name, value in zip(least, (batch_size, split_seed, num_workers), strict=True):
+            if value < least[name]:
+                raise ValueError(f"`{name}` must be at least {least[name]}, got {value}.")
         self.batch_size = batch_size
         self.split_seed = split_seed
         self.num_workers = num_workers

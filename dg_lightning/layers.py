@@ -147,6 +147,8 @@ class GatedMLP(nn.Module):
                 f"got {len(gates)}."
             )
         widths = [in_features, *hidden]
+        if min(*widths, num_classes) < 1:
+            raise ValueError(f"Widths must be at least 1, got {[*widths, num_classes]}.")
         self.input_gate = (
             None
             if input_gate is None

@@ -103,6 +103,8 @@ class GatedClassifier(pl.LightningModule):
         self.label_smoothing = label_smoothing
         self.gate_lr_factor = gate_lr_factor
         self.gate_clip_norm = gate_clip_norm
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
         self.balanced = class_weights == "balanced"
         weights = [1.0] * num_classes if self.balanced else class_weights
         if weights is not None and len(weights) != num_classes:
@@ -132,12 +134,13 @@ class GatedClassifier(pl.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         data = getattr(self.trainer, "datamodule", None)
-        classes = getattr(data, "num_classes", None)
-        if classes is not None and classes != self.num_classes:
-            raise ValueError(
-                f"The model has {self.num_classes} classes, {type(data).__name__} has {classes}: "
-                f"set model.num_classes={classes}."
-            )
+        for name in ("num_classes", "input_shape"):
+            own, theirs = self.hparams.get(name), getattr(data, name, None)
+            if own is not None and theirs is not None and _plain(own) != _plain(theirs):
+                raise ValueError(
+                    f"The model has {name} {_plain(own)}, {type(data).__name__} has "
+                    f"{_plain(theirs)}: set model.{name}={_plain(theirs)}."
+                )
         if self.balanced and stage == "fit":
             weights = getattr(data, "class_weights", None)
             if weights is None:
@@ -212,12 +215,12 @@ class GatedClassifier(pl.LightningModule):
     @override
     def on_validation_epoch_end(self) -> None:
         self.compute_report = self.val_ledger.report(self.net)
-        self.log_dict(self.compute_report.logged())
+        self.log_dict(self.compute_report.logged(), sync_dist=True)
 
     @override
     def on_test_epoch_end(self) -> None:
         self.compute_report = self.test_ledger.report(self.net)
-        self.log_dict(self.compute_report.logged())
+        self.log_dict(self.compute_report.logged(), sync_dist=True)
         if self.trainer.is_global_zero:
             import rich
 
@@ -258,7 +261,7 @@ class GatedClassifier(pl.LightningModule):
             )
         config: dict[str, Any] = {"scheduler": scheduler, "interval": self.lr_scheduler_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
-            config["monitor"] = self.lr_scheduler_monitor
+            config["monitor"] = getattr(scheduler, "monitor", self.lr_scheduler_monitor)
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
 
     @override
@@ -271,3 +274,7 @@ class GatedClassifier(pl.LightningModule):
         if self.gate_clip_norm is not None:
             clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def _plain(value: int | Sequence[int]) -> int | list[int]:
+    return value if isinstance(value, int) else list(value)

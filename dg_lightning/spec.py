@@ -102,4 +102,9 @@ def build(spec: Any, role: str, *args: Any, **open_arguments: Any) -> Any:
     for key, value in given.items():
         nested = isinstance(value, dict) and "class_path" in value
         arguments[key] = build(value, f"{role}.{key}") if nested else value
-    return cls(*args, **arguments)
+    try:
+        return cls(*args, **arguments)
+    except (TypeError, ValueError) as error:
+        if not cls.__module__.startswith("torch."):
+            raise
+        raise ValueError(f"`{role}`: {cls.__name__} says: {error}") from error

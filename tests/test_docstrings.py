@@ -7,11 +7,18 @@ import pytest
 
 import dg_lightning
 import dg_lightning.callbacks
+import dg_lightning.cli
 import dg_lightning.datamodules
 import dg_lightning.gates
 
 # The first path only: in a checkout the second one of `dg_lightning` is the whole repository.
-PACKAGES = [dg_lightning, dg_lightning.gates, dg_lightning.callbacks, dg_lightning.datamodules]
+PACKAGES = [
+    dg_lightning,
+    dg_lightning.gates,
+    dg_lightning.cli,
+    dg_lightning.callbacks,
+    dg_lightning.datamodules,
+]
 MODULES = sorted(
     f"{package.__name__}.{module.name}"
     for package in PACKAGES

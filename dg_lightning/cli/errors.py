@@ -1,0 +1,97 @@
+"""What a user did wrong, said in one line, with exit status 2."""
+
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning_utilities.core.rank_zero import rank_zero_only
+from typing_extensions import override
+
+import dg_lightning
+from dg_lightning import callbacks, datamodules
+
+__all__ = ["OneLineErrorParser", "is_users_error", "one_line", "refusal"]
+
+# Packages that raise an error of these types on purpose, with a message for the user.
+_PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
+_SPEAKING = [Path(package.__path__[0]) for package in _PACKAGES]
+_SPOKEN = (ValueError, TypeError, RuntimeError)
+
+# Lines of the parser's report on nested types that only lead to what is wrong.
+_FRAME = re.compile(
+    r"Parser key|Does not validate against|Subtypes:|Errors:|Given value|Problem with given"
+    r"|Expected a <class 'NoneType'>|Expected a path but"
+)
+_REWORDINGS = (
+    (r"Type <class '[^']*'> expects a function or a callable class: ", ""),
+    (r"\.? Got value: (?:\[?Namespace|\{).*", "."),
+    (
+        r"Expected a dot import path string: (\S+?)(?:\. Got value.*)?$",
+        r"There is no class \1; give its full path, as package.module.Class.",
+    ),
+)
+
+
+class OneLineErrorParser(LightningArgumentParser):
+    """Says what is wrong in one line, without the usage of a hundred options before it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An abbreviated option is more often a misspelt one.
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise refusal(one_line(message), ex)
+
+
+def refusal(message: str, cause: Exception | None = None) -> SystemExit:
+    """Say what is wrong, and return what ends the program; `DG_TRACEBACK=1` shows the cause."""
+    if cause is not None and os.environ.get("DG_TRACEBACK"):
+        traceback.print_exception(cause)
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        sys.stderr.write(f"dg-lightning: error: {message}\n")
+    return SystemExit(2)
+
+
+def is_users_error(error: Exception) -> bool:
+    """Tell an error that was raised for the user to read from one that a bug has caused."""
+    if isinstance(error, (OSError, ModuleNotFoundError, MisconfigurationException)):
+        return True
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, _SPOKEN) and any(Path(place).is_relative_to(p) for p in _SPEAKING)
+
+
+def one_line(message: str) -> str:
+    """Press the parser's report on nested types into the key and what is wrong with it."""
+    if "Problems parsing config" in message:
+        return " ".join(message.split())
+    keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
+    lines = [line.strip(" -") for line in message.splitlines()]
+    reasons = [line for line in lines if line and not _FRAME.match(line)]
+    if not reasons:  # the report is a single line
+        return message.strip()
+    reason = _expectation(reasons) or reasons[0]
+    for pattern, replacement in _REWORDINGS:
+        reason = re.sub(pattern, replacement, reason)
+    return ": ".join([".".join(keys), reason] if keys else [reason])
+
+
+def _expectation(reasons: list[str]) -> str | None:
+    """Join the alternatives of a union: expected one of these, got that."""
+    pattern = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])(?:\. Got value: (.*))?$"
+    matches = [re.match(pattern, reason) for reason in reasons]
+    found = [match for match in matches if match is not None]
+    if not found or len(found) < len(matches):
+        return None
+    kinds = [
+        re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*)\]", r"\1\2", m[1]) for m in found
+    ]
+    got = next((match[2] for match in found if match[2]), None)
+    return f"expected {' or '.join(dict.fromkeys(kinds))}" + (f", got {got}." if got else ".")
