@@ -1,4 +1,5 @@
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ SMALL = [
     "--trainer.enable_progress_bar=false",
     "--trainer.accelerator=cpu",
 ]
+
+PENALTY = ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weight=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +86,7 @@ def test_newest_checkpoint_is_used_and_resume_continues(
     assert f"Using the newest checkpoint, {second}" in caplog.text
     main(["predict", *options])
     rows = list(csv.DictReader((second.parents[2] / "version_3" / "predictions.csv").open()))
-    assert len(rows) == 360
+    assert [int(row["index"]) for row in rows] == list(range(360))
     assert {row["prediction"] for row in rows} <= set("0123456789")
 
 
@@ -207,7 +210,26 @@ class Net(nn.Module):
         (["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"], "'weigth' is not"),
         (["--trainer.accelerator=abacus"], "invalid accelerator name"),
         (["--model.class_weights=[1,2]"], "`class_weights` must have 10 entries"),
-        (["--config=broken.yaml"], "config: "),
+        (["--config=broken.yaml"], "Problems parsing config"),
+        (["--config=binary.yaml"], "A config file is not text"),
+        (["--ckpt_path=."], "'.' is not a checkpoint"),
+        (["--ckpt_path=other.pt"], "'other.pt' holds no checkpoint of a Trainer"),
+        (["--ckpt_path=best"], "There is no checkpoint 'best'"),
+        (["--ckpt_path=last"], "There is no checkpoint under runs/digits/dynamicgate"),
+        (["--model.num_classes=7"], "has num_classes 7, DigitsDataModule has 10: set model.num"),
+        (["--model.input_shape=[9]"], "DigitsDataModule has [1, 8, 8]: set model.input_shape"),
+        (["--model.net=torch.nn.Identity"], "GatedClassifier has no gate"),
+        ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate is named 'nope'; there are net"),
+        (["--model.optimizer.lr=-1"], "`optimizer`: AdamW says: Invalid learning rate: -1.0"),
+        (["--model.label_smoothing=2"], "`label_smoothing` must be in [0, 1], got 2.0."),
+        (["--model.class_weights=ballanced"], "class_weights: expected list or 'balanced'"),
+        (["--model.net.hidden=[0]"], "Widths must be at least 1, got [64, 0, 10]."),
+        (["--data.num_workers=-1"], "`num_workers` must be at least 0, got -1."),
+        (["--data.split_seed=-4"], "`split_seed` must be at least 0, got -4."),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/acc"],
+            "Early stopping conditioned on metric `val/acc` which is not available",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -216,7 +238,88 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     Path("broken.ckpt").write_text("not a checkpoint")
     Path("broken.yaml").write_text("model: [unclosed\n  - {")
+    Path("binary.yaml").write_bytes(bytes(range(256)))
+    torch.save({"a": torch.zeros(2)}, "other.pt")
     assert message in refused(capsys, "fit", "--config", "digits/dynamicgate", *SMALL, *arguments)
+
+
+def test_a_checkpoint_brings_its_own_model_and_says_where_it_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    main(["fit", "--config=digits/dynamicgate", "--model.net.hidden=[24]", *SMALL])
+    gated = "runs/digits/dynamicgate/version_0/checkpoints/last.ckpt"
+    main(["test", "--config=digits/dynamicgate", *SMALL])
+    assert "differs from the config in model.net.init_args.hidden." in caplog.text
+    main(["fit", "--config=digits/baseline", *SMALL])
+    dense = "runs/digits/baseline/version_0/checkpoints/last.ckpt"
+    caplog.clear()
+    # In either direction the net is the checkpoint's: gates neither appear nor vanish.
+    main(["test", "--config=digits/dynamicgate", f"--ckpt_path={dense}", *SMALL])
+    assert "model.net.init_args.gate" in caplog.text
+    main(["test", "--config=digits/baseline", f"--ckpt_path={gated}", *SMALL])
+    configs = [
+        Path(f"runs/digits/{v}/config.yaml")
+        for v in ("dynamicgate/version_2", "baseline/version_1")
+    ]
+    nets = [
+        yaml.safe_load(c.read_text())["model"]["init_args"]["net"]["init_args"] for c in configs
+    ]
+    assert [net["hidden"] for net in nets] == [[256, 128], [24]]
+    assert [net["gate"] is None for net in nets] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--trainer.logger=false"],
+        ["--trainer.logger=true"],
+        ["--trainer.logger.version=mine"],
+        ["--trainer.logger=null", "--trainer.default_root_dir=elsewhere"],
+        ["--trainer.callbacks.dirpath=kept"],
+    ],
+    ids=lambda options: options[-1],
+)
+def test_what_fit_has_written_is_found_again(
+    options: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ["--config=digits/baseline", *SMALL, *options]
+    main(["fit", *common])
+    main(["test", *common])
+    (written,) = Path().rglob("last.ckpt")
+    assert f"Using the newest checkpoint, {written}" in caplog.text
+    main(["fit", *common, "--ckpt_path=last", "--trainer.max_epochs=3"])
+    assert torch.load(max(Path().rglob("last.ckpt"), key=os.path.getmtime))["epoch"] == 2
+
+
+def test_a_class_of_the_working_folder_can_be_named_by_the_script() -> None:
+    Path("own.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Mine(Callback):\n"
+        "    def on_fit_start(self, trainer, pl_module):\n"
+        "        open('mine.txt', 'w').close()\n"
+    )
+    script = Path(sys.executable).with_name("dg-lightning")
+    options = "--config=digits/baseline --trainer.callbacks+=own.Mine --trainer.fast_dev_run=true"
+    subprocess.run([script, "fit", *options.split()], check=True, capture_output=True, timeout=300)
+    assert Path("mine.txt").exists()
+
+
+def test_two_processes_fit_test_and_predict_without_noise() -> None:
+    common = [
+        "--config=digits/dynamicgate",
+        *SMALL,
+        "--trainer.devices=2",
+        "--trainer.strategy=ddp",
+    ]
+    for command in ("fit", "test", "predict"):
+        done = run(command, *common)
+        assert done.returncode == 0, done.stderr
+        assert "sync_dist" not in done.stderr
+        assert done.stdout.count("Compute ledger") == (command == "test")
+    rows = [
+        row for path in Path().rglob("predictions_*.csv") for row in csv.DictReader(path.open())
+    ]
+    assert sorted(int(row["index"]) for row in rows) == list(range(360))
 
 
 def test_evaluating_without_a_trained_checkpoint_is_refused(
