@@ -102,7 +102,7 @@ class GatePenalty(pl.Callback):
             penalty = scaler.scale(penalty)
         # Only the gradient is added: the value, which the last operation of the loss may need for
         # its own backward pass, stays as it is, and so does its version.
-        with _unsafe_preserve_version_counter((loss,)):
+        with _unsafe_preserve_version_counter(loss):
             loss.add_(penalty - penalty.detach())
 
     @override

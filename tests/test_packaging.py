@@ -8,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +38,19 @@ def test_every_package_folder_is_listed() -> None:
         for path in (ROOT / folder).rglob("__init__.py"):
             found.add(".".join([package, *path.parent.relative_to(ROOT / folder).parts]))
     assert set(project["packages"]) == found
+
+
+def test_the_lowest_versions_are_the_bounds_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = {}
+    for text in project["dependencies"]:
+        requirement = Requirement(text)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == ">="
+        bounds[requirement.name] = Version(specifier.version)
+    lowest = (ROOT / "constraints-lowest.txt").read_text().splitlines()[1:]
+    pinned = {name: Version(version) for name, version in (line.split("==") for line in lowest)}
+    assert pinned == bounds
 
 
 def test_constraints_and_metadata_name_no_index() -> None:
