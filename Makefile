@@ -14,7 +14,7 @@ test: lint types
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell .
+	$(BIN)/codespell dg_lightning callbacks datamodules configs tests benchmarks examples *.md
 
 types: .venv/.installed-dev
 	$(BIN)/mypy
