@@ -9,7 +9,7 @@ demo: .venv/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint types
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,21 +1,48 @@
 """Handwritten digits that ship with scikit-learn: the default that needs no download."""
 
+import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 from typing_extensions import override
 
 __all__ = ["DigitsDataModule"]
+
+
+class _EpochShuffle(Sampler[int]):
+    """Shuffles by run seed and epoch alone, so that a resumed run sees what it would have seen.
+
+    Lightning tells it the epoch, and in a run of several processes puts its own in its place.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch."""
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        order = np.random.default_rng([seed, self.epoch]).permutation(self.length)
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return self.length
 
 
 class DigitsDataModule(pl.LightningDataModule):
     """1,797 grey images of 8 x 8 pixels, ten classes, scaled to [0, 1].
 
     A fifth is the test set, a tenth of the rest the validation set; both are stratified and depend
-    on `split_seed` alone.
+    on `split_seed` alone. The order of an epoch depends on the run's seed and the epoch alone.
 
     Licence: CC BY 4.0. Reference: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten
     Digits", UCI Machine Learning Repository, 1998 (its test part, as scikit-learn bundles it).
@@ -90,11 +117,13 @@ class DigitsDataModule(pl.LightningDataModule):
         counts = torch.bincount(labels, minlength=self.num_classes)
         return len(labels) / (self.num_classes * counts)
 
-    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+    def _loader(
+        self, part: str, sampler: Sampler[int] | None = None
+    ) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(
             self._parts[part],
             batch_size=self.batch_size,
-            shuffle=shuffle,
+            sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
@@ -102,7 +131,7 @@ class DigitsDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return self._loader("train", shuffle=True)
+        return self._loader("train", _EpochShuffle(len(self._parts["train"])))
 
     @override
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:

@@ -90,6 +90,21 @@ def test_newest_checkpoint_is_used_and_resume_continues(
     assert {row["prediction"] for row in rows} <= set("0123456789")
 
 
+def test_a_run_resumed_after_an_epoch_ends_as_the_uninterrupted_one() -> None:
+    options = ["--config=digits/dynamicgate", *SMALL]
+    main(["fit", *options, "--trainer.max_epochs=3", "--trainer.logger.save_dir=whole"])
+    main(["fit", *options, "--trainer.max_epochs=1"])
+    main(["fit", *options, "--trainer.max_epochs=3", "--ckpt_path=last"])
+    states = []
+    for folder in ("whole/digits/dynamicgate/version_0", "runs/digits/dynamicgate/version_1"):
+        states.append(
+            torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        )
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
 def test_printed_config_is_accepted_again_and_fragments_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

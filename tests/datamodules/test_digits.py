@@ -1,4 +1,5 @@
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,22 @@ def test_splits_are_exhaustive_disjoint_stratified_and_seeded() -> None:
     assert torch.equal(test[0], again[2][0])
     other = parts(DigitsDataModule(split_seed=1))
     assert not torch.equal(test[0], other[2][0])
+
+
+def test_an_epoch_has_an_order_of_its_own_that_the_seed_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    orders = []
+    for seed, epoch in [("1", 0), ("1", 1), ("2", 0), ("1", 0)]:
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        data = DigitsDataModule()
+        data.setup("fit")
+        shuffle: Any = data.train_dataloader().sampler
+        shuffle.set_epoch(epoch)  # as Lightning does
+        orders.append(list(shuffle))
+    assert sorted(orders[0]) == list(range(1293))
+    assert orders[0] == orders[3]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 def test_values_shapes_and_facts() -> None:
