@@ -9,22 +9,16 @@ where a sample has several).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dg_lightning.protocol import GateLike, connection_mask, gate_layers, plain_name
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 # Modules whose weights are counted, or are not part of a product.
 _COUNTED_OR_FREE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
 
 __all__ = [
-    "ComputeReport",
-    "LayerCompute",
     "LinearMap",
     "executed_macs",
     "expected_macs",
@@ -174,128 +168,3 @@ def _unit_probability(gate: GateLike | None) -> Tensor | None:
 
 def _open_count(is_open: Tensor | None, width: int) -> Tensor:
     return torch.tensor(width) if is_open is None else is_open.sum(-1)
-
-
-@dataclass(frozen=True)
-class LayerCompute:
-    """One line of the ledger: means over the samples seen."""
-
-    name: str
-    macs_dense: int = 0
-    macs: float = 0.0
-    macs_expected: float = 0.0
-    gate_macs: float = 0.0
-    gate_macs_expected: float = 0.0
-    gate_macs_dense: int = 0
-    open_rate_g: float | None = None
-    open_rate_p: float | None = None
-    dead_units: int | None = None  # units that no sample opened
-    density: float = 1.0
-    is_map: bool = True  # False: a gate on the input, which costs its decision only
-
-
-@dataclass(frozen=True)
-class ComputeReport:
-    """The ledger of a net: its layers, the totals, and the proxies by the paper's formulas."""
-
-    layers: tuple[LayerCompute, ...]
-    uncounted: tuple[str, ...] = ()  # modules whose MACs are not in it
-
-    @property
-    def macs_dense(self) -> int:
-        """MACs of the net with no gate."""
-        return sum(layer.macs_dense for layer in self.layers)
-
-    @property
-    def gate_macs(self) -> float:
-        """MACs of all decisions, over the inputs that were open to them."""
-        return sum(layer.gate_macs for layer in self.layers)
-
-    @property
-    def macs(self) -> float:
-        """Executed MACs, decisions included."""
-        return sum(layer.macs for layer in self.layers) + self.gate_macs
-
-    @property
-    def macs_expected(self) -> float:
-        """The same with p in place of g."""
-        return sum(layer.macs_expected + layer.gate_macs_expected for layer in self.layers)
-
-    @property
-    def macs_as_implemented(self) -> int:
-        """MACs of plain masking, which multiplies by 0 instead of skipping, and saves nothing."""
-        return self.macs_dense + sum(layer.gate_macs_dense for layer in self.layers)
-
-    def _hidden(self) -> list[LayerCompute]:
-        # The paper sums over L - 1 layers: no output layer, no input gate.
-        return [layer for layer in self.layers if layer.is_map][:-1]
-
-    def compute_proxy(self, kind: str) -> float:
-        """Return the paper's ComputeProxy, the mean open rate of hidden layers (`p` or `g`)."""
-        hidden = self._hidden()
-        return sum(_rate(layer, kind) for layer in hidden) / len(hidden) if hidden else 1.0
-
-    def relative_macs(self, kind: str, *, fused: bool = False) -> float:
-        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse, which counts connections too."""
-        hidden = self._hidden()
-        dense = sum(layer.macs_dense for layer in hidden)
-        used = sum(
-            layer.macs_dense * _rate(layer, kind) * (layer.density if fused else 1.0)
-            for layer in hidden
-        )
-        return used / dense if dense else 1.0
-
-    def logged(self) -> dict[str, float]:
-        """Return the figures under the keys that the dashboards know."""
-        return {
-            "compute/macs": self.macs,
-            "compute/macs_dense": self.macs_dense,
-            "compute/macs_expected": self.macs_expected,
-            "compute/macs_as_implemented": self.macs_as_implemented,
-            "compute/gate_macs": self.gate_macs,
-            "compute/relmac_g": self.relative_macs("g"),
-            "compute/relmac_p": self.relative_macs("p"),
-            "compute/relmac_fuse_g": self.relative_macs("g", fused=True),
-            "compute/relmac_fuse_p": self.relative_macs("p", fused=True),
-            "compute/proxy_g": self.compute_proxy("g"),
-            "compute/proxy_p": self.compute_proxy("p"),
-        }
-
-    def table(self) -> "Table":
-        """Return the ledger as a table for the terminal."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(title="Compute ledger: MACs a sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        if self.uncounted:
-            table.caption = f"Not counted: {', '.join(self.uncounted)}."
-        table.add_column("layer", no_wrap=True)
-        for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
-            table.add_column(column, justify="right")
-        total = LayerCompute(
-            "total", self.macs_dense, self.macs - self.gate_macs, gate_macs=self.gate_macs
-        )
-        for layer in (*self.layers, total):
-            if layer is total:
-                table.add_section()
-            needed = layer.macs + layer.gate_macs
-            table.add_row(
-                layer.name.removesuffix(".linear"),
-                f"{layer.macs_dense:,}",
-                f"{layer.macs:,.0f}",
-                f"{layer.gate_macs:,.0f}",
-                _percent(needed / layer.macs_dense if layer.macs_dense else None),
-                _percent(layer.open_rate_g),
-                _percent(layer.open_rate_p),
-                "" if layer.dead_units is None else f"{layer.dead_units:,}",
-            )
-        return table
-
-
-def _rate(layer: LayerCompute, kind: str) -> float:
-    rate = layer.open_rate_g if kind == "g" else layer.open_rate_p
-    return 1.0 if rate is None else rate
-
-
-def _percent(rate: float | None) -> str:
-    return "" if rate is None else f"{rate:.1%}"

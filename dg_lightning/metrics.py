@@ -8,8 +8,6 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from dg_lightning.compute import (
-    ComputeReport,
-    LayerCompute,
     decision_macs,
     executed_macs,
     expected_decision_macs,
@@ -17,6 +15,7 @@ from dg_lightning.compute import (
     linear_maps,
     uncounted_modules,
 )
+from dg_lightning.compute_report import ComputeReport, LayerCompute
 from dg_lightning.protocol import GateLike, gate_layers
 
 __all__ = ["ComputeLedger"]

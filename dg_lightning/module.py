@@ -16,7 +16,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
-from dg_lightning.compute import ComputeReport, uncounted_modules
+from dg_lightning.compute import uncounted_modules
+from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import gate_layers, release
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build

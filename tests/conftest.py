@@ -70,3 +70,10 @@ def in_two_processes(tmp_path: Path) -> Callable[[str], list[Any]]:
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
 
     return run
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test of the program in a folder of its own, without pytest's command line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dg-lightning"])

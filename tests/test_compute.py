@@ -9,13 +9,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dg_lightning import DynamicGate, GatedLinear, GatedMLP, StaticGate, gate_layers
-from dg_lightning.compute import (
-    ComputeReport,
-    executed_macs,
-    expected_macs,
-    linear_maps,
-    uncounted_modules,
-)
+from dg_lightning.compute import executed_macs, expected_macs, linear_maps, uncounted_modules
+from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
 
 

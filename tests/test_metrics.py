@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dg_lightning import GatedMLP, gate_layers
-from dg_lightning.compute import ComputeReport
+from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
 
 

@@ -1,5 +1,4 @@
 import csv
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +12,13 @@ import dg_lightning
 from dg_lightning import GatedClassifier
 from dg_lightning.cli import main, shipped_configs
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 SMALL = [
     "--trainer.max_epochs=2",
     "--trainer.enable_progress_bar=false",
     "--trainer.accelerator=cpu",
 ]
-
-PENALTY = ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weight=1"]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["dg-lightning"])
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,19 +29,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=300,
     )
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must fail; return its one line."""
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    errors = [line for line in lines if line.startswith("dg-lightning: error: ")]
-    assert len(errors) == 1
-    assert lines[-1] == errors[0]
-    assert not any("Traceback" in line for line in lines)
-    return errors[0].removeprefix("dg-lightning: error: ")
 
 
 @pytest.mark.parametrize("variant", ["baseline", "dropout", "dynamicgate"])
@@ -71,38 +51,6 @@ def test_fit_then_test_a_shipped_config(variant: str, tmp_path: Path) -> None:
     assert float(row["compute/macs_dense"]) == 64 * 256 + 256 * 128 + 128 * 10
     again = GatedClassifier.load_from_checkpoint(folder / "checkpoints" / "last.ckpt")
     assert again.num_classes == 10
-
-
-def test_newest_checkpoint_is_used_and_resume_continues(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = ["--config", "digits/dynamicgate", *SMALL]
-    main(["fit", *options])
-    first = Path("runs/digits/dynamicgate/version_0/checkpoints/last.ckpt")
-    main(["fit", *options, "--trainer.max_epochs=3", "--ckpt_path", str(first)])
-    second = Path("runs/digits/dynamicgate/version_1/checkpoints/last.ckpt")
-    assert torch.load(second, weights_only=True)["epoch"] == 2
-    main(["validate", *options])
-    assert f"Using the newest checkpoint, {second}" in caplog.text
-    main(["predict", *options])
-    rows = list(csv.DictReader((second.parents[2] / "version_3" / "predictions.csv").open()))
-    assert [int(row["index"]) for row in rows] == list(range(360))
-    assert {row["prediction"] for row in rows} <= set("0123456789")
-
-
-def test_a_run_resumed_after_an_epoch_ends_as_the_uninterrupted_one() -> None:
-    options = ["--config=digits/dynamicgate", *SMALL]
-    main(["fit", *options, "--trainer.max_epochs=3", "--trainer.logger.save_dir=whole"])
-    main(["fit", *options, "--trainer.max_epochs=1"])
-    main(["fit", *options, "--trainer.max_epochs=3", "--ckpt_path=last"])
-    states = []
-    for folder in ("whole/digits/dynamicgate/version_0", "runs/digits/dynamicgate/version_1"):
-        states.append(
-            torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        )
-    assert states[0].keys() == states[1].keys()
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
 
 
 def test_printed_config_is_accepted_again_and_fragments_stack(
@@ -205,107 +153,6 @@ class Net(nn.Module):
     assert model.net.layers[1].out_features == 7  # type: ignore[union-attr,index]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model.net.hiden=[3]"], "'hiden' is not accepted"),
-        (["--trainer.max_epoch=3"], "unrecognized arguments: --trainer.max_epoch=3"),
-        (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
-        (["--model.net.gate.rank=x"], "gate: expected int, got x."),
-        (["--model.net.gate.thresold=0.3"], "gate: Unexpected keys: {'thresold'}."),
-        (["--model.net.gate.threshold=1.5"], "`threshold` must be in [0, 1), got 1.5."),
-        (["--model=no_package.Model"], "model: No module named 'no_package'"),
-        (["--model.net=no_package.Net"], "net: No module named 'no_package'"),
-        (["--data=NoData"], "data: There is no class NoData; give its full path"),
-        (["--data.batch_size=0"], "`batch_size` must be at least 1, got 0."),
-        (["--config=digits/dynamcgate"], "did you mean digits/dynamicgate?"),
-        (["--config=nowhere.yaml"], "There is no config 'nowhere.yaml'"),
-        (["--ckpt_path=nowhere.ckpt"], "There is no checkpoint 'nowhere.ckpt'"),
-        (["--ckpt_path=broken.ckpt"], "'broken.ckpt' is not a checkpoint, or was cut short"),
-        (["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"], "'weigth' is not"),
-        (["--trainer.accelerator=abacus"], "invalid accelerator name"),
-        (["--model.class_weights=[1,2]"], "`class_weights` must have 10 entries"),
-        (["--config=broken.yaml"], "Problems parsing config"),
-        (["--config=binary.yaml"], "A config file is not text"),
-        (["--ckpt_path=."], "'.' is not a checkpoint"),
-        (["--ckpt_path=other.pt"], "'other.pt' holds no checkpoint of a Trainer"),
-        (["--ckpt_path=best"], "There is no checkpoint 'best'"),
-        (["--ckpt_path=last"], "There is no checkpoint under runs/digits/dynamicgate"),
-        (["--model.num_classes=7"], "has num_classes 7, DigitsDataModule has 10: set model.num"),
-        (["--model.input_shape=[9]"], "DigitsDataModule has [1, 8, 8]: set model.input_shape"),
-        (["--model.net=torch.nn.Identity"], "GatedClassifier has no gate"),
-        ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate is named 'nope'; there are net"),
-        (["--model.optimizer.lr=-1"], "`optimizer`: AdamW says: Invalid learning rate: -1.0"),
-        (["--model.label_smoothing=2"], "`label_smoothing` must be in [0, 1], got 2.0."),
-        (["--model.class_weights=ballanced"], "class_weights: expected list or 'balanced'"),
-        (["--model.net.hidden=[0]"], "Widths must be at least 1, got [64, 0, 10]."),
-        (["--data.num_workers=-1"], "`num_workers` must be at least 0, got -1."),
-        (["--data.split_seed=-4"], "`split_seed` must be at least 0, got -4."),
-        (
-            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/acc"],
-            "Early stopping conditioned on metric `val/acc` which is not available",
-        ),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_what_is_wrong_is_said_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("broken.ckpt").write_text("not a checkpoint")
-    Path("broken.yaml").write_text("model: [unclosed\n  - {")
-    Path("binary.yaml").write_bytes(bytes(range(256)))
-    torch.save({"a": torch.zeros(2)}, "other.pt")
-    assert message in refused(capsys, "fit", "--config", "digits/dynamicgate", *SMALL, *arguments)
-
-
-def test_a_checkpoint_brings_its_own_model_and_says_where_it_differs(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    main(["fit", "--config=digits/dynamicgate", "--model.net.hidden=[24]", *SMALL])
-    gated = "runs/digits/dynamicgate/version_0/checkpoints/last.ckpt"
-    main(["test", "--config=digits/dynamicgate", *SMALL])
-    assert "differs from the config in model.net.init_args.hidden." in caplog.text
-    main(["fit", "--config=digits/baseline", *SMALL])
-    dense = "runs/digits/baseline/version_0/checkpoints/last.ckpt"
-    caplog.clear()
-    # In either direction the net is the checkpoint's: gates neither appear nor vanish.
-    main(["test", "--config=digits/dynamicgate", f"--ckpt_path={dense}", *SMALL])
-    assert "model.net.init_args.gate" in caplog.text
-    main(["test", "--config=digits/baseline", f"--ckpt_path={gated}", *SMALL])
-    configs = [
-        Path(f"runs/digits/{v}/config.yaml")
-        for v in ("dynamicgate/version_2", "baseline/version_1")
-    ]
-    nets = [
-        yaml.safe_load(c.read_text())["model"]["init_args"]["net"]["init_args"] for c in configs
-    ]
-    assert [net["hidden"] for net in nets] == [[256, 128], [24]]
-    assert [net["gate"] is None for net in nets] == [True, False]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--trainer.logger=false"],
-        ["--trainer.logger=true"],
-        ["--trainer.logger.version=mine"],
-        ["--trainer.logger=null", "--trainer.default_root_dir=elsewhere"],
-        ["--trainer.callbacks.dirpath=kept"],
-    ],
-    ids=lambda options: options[-1],
-)
-def test_what_fit_has_written_is_found_again(
-    options: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    common = ["--config=digits/baseline", *SMALL, *options]
-    main(["fit", *common])
-    main(["test", *common])
-    (written,) = Path().rglob("last.ckpt")
-    assert f"Using the newest checkpoint, {written}" in caplog.text
-    main(["fit", *common, "--ckpt_path=last", "--trainer.max_epochs=3"])
-    assert torch.load(max(Path().rglob("last.ckpt"), key=os.path.getmtime))["epoch"] == 2
-
-
 def test_a_class_of_the_working_folder_can_be_named_by_the_script() -> None:
     Path("own.py").write_text(
         "from lightning.pytorch import Callback\n"
@@ -335,21 +182,6 @@ def test_two_processes_fit_test_and_predict_without_noise() -> None:
         row for path in Path().rglob("predictions_*.csv") for row in csv.DictReader(path.open())
     ]
     assert sorted(int(row["index"]) for row in rows) == list(range(360))
-
-
-def test_evaluating_without_a_trained_checkpoint_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    line = refused(capsys, "test", "--config", "digits/dynamicgate")
-    assert "no checkpoint under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
-
-
-def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback() -> None:
-    done = run("fit", "--config", "digits/dynamicgate", "--trainer.max_epoch=3")
-    assert done.returncode == 2
-    assert (
-        done.stderr.strip() == "dg-lightning: error: unrecognized arguments: --trainer.max_epoch=3"
-    )
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])

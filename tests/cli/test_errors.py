@@ -1,0 +1,109 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dg_lightning.cli import main
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+SMALL = [
+    "--trainer.max_epochs=2",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.accelerator=cpu",
+]
+
+PENALTY = ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weight=1"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dg_lightning", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must fail; return its one line."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if line.startswith("dg-lightning: error: ")]
+    assert len(errors) == 1
+    assert lines[-1] == errors[0]
+    assert not any("Traceback" in line for line in lines)
+    return errors[0].removeprefix("dg-lightning: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.net.hiden=[3]"], "'hiden' is not accepted"),
+        (["--trainer.max_epoch=3"], "unrecognized arguments: --trainer.max_epoch=3"),
+        (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
+        (["--model.net.gate.rank=x"], "gate: expected int, got x."),
+        (["--model.net.gate.thresold=0.3"], "gate: Unexpected keys: {'thresold'}."),
+        (["--model.net.gate.threshold=1.5"], "`threshold` must be in [0, 1), got 1.5."),
+        (["--model=no_package.Model"], "model: No module named 'no_package'"),
+        (["--model.net=no_package.Net"], "net: No module named 'no_package'"),
+        (["--data=NoData"], "data: There is no class NoData; give its full path"),
+        (["--data.batch_size=0"], "`batch_size` must be at least 1, got 0."),
+        (["--config=digits/dynamcgate"], "did you mean digits/dynamicgate?"),
+        (["--config=nowhere.yaml"], "There is no config 'nowhere.yaml'"),
+        (["--ckpt_path=nowhere.ckpt"], "There is no checkpoint 'nowhere.ckpt'"),
+        (["--ckpt_path=broken.ckpt"], "'broken.ckpt' is not a checkpoint, or was cut short"),
+        (["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"], "'weigth' is not"),
+        (["--trainer.accelerator=abacus"], "invalid accelerator name"),
+        (["--model.class_weights=[1,2]"], "`class_weights` must have 10 entries"),
+        (["--config=broken.yaml"], "Problems parsing config"),
+        (["--config=binary.yaml"], "A config file is not text"),
+        (["--ckpt_path=."], "'.' is not a checkpoint"),
+        (["--ckpt_path=other.pt"], "'other.pt' holds no checkpoint of a Trainer"),
+        (["--ckpt_path=best"], "There is no checkpoint 'best'"),
+        (["--ckpt_path=last"], "There is no checkpoint under runs/digits/dynamicgate"),
+        (["--model.num_classes=7"], "has num_classes 7, DigitsDataModule has 10: set model.num"),
+        (["--model.input_shape=[9]"], "DigitsDataModule has [1, 8, 8]: set model.input_shape"),
+        (["--model.net=torch.nn.Identity"], "GatedClassifier has no gate"),
+        ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate is named 'nope'; there are net"),
+        (["--model.optimizer.lr=-1"], "`optimizer`: AdamW says: Invalid learning rate: -1.0"),
+        (["--model.label_smoothing=2"], "`label_smoothing` must be in [0, 1], got 2.0."),
+        (["--model.class_weights=ballanced"], "class_weights: expected list or 'balanced'"),
+        (["--model.net.hidden=[0]"], "Widths must be at least 1, got [64, 0, 10]."),
+        (["--data.num_workers=-1"], "`num_workers` must be at least 0, got -1."),
+        (["--data.split_seed=-4"], "`split_seed` must be at least 0, got -4."),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/acc"],
+            "Early stopping conditioned on metric `val/acc` which is not available",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.ckpt").write_text("not a checkpoint")
+    Path("broken.yaml").write_text("model: [unclosed\n  - {")
+    Path("binary.yaml").write_bytes(bytes(range(256)))
+    torch.save({"a": torch.zeros(2)}, "other.pt")
+    assert message in refused(capsys, "fit", "--config", "digits/dynamicgate", *SMALL, *arguments)
+
+
+def test_evaluating_without_a_trained_checkpoint_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = refused(capsys, "test", "--config", "digits/dynamicgate")
+    assert "no checkpoint under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
+
+
+def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback() -> None:
+    done = run("fit", "--config", "digits/dynamicgate", "--trainer.max_epoch=3")
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip() == "dg-lightning: error: unrecognized arguments: --trainer.max_epoch=3"
+    )
