@@ -58,7 +58,6 @@ dist.init_process_group("gloo")
 x = torch.randn(20, 6, generator=torch.Generator().manual_seed(5))
 batches = [x[:7], x[7:9]] if dist.get_rank() == 0 else [x[9:]]
 result = ledger_over(some_net(), batches).logged()
-dist.destroy_process_group()
 """)
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(5))
     alone = ledger_over(some_net(), [x]).logged()

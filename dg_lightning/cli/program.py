@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -64,6 +65,10 @@ def main(args: Sequence[str] | None = None) -> None:
         if not is_users_error(error):
             raise
         raise refusal(one_line(str(error)), error) from error
+    if dist.is_available() and dist.is_initialized():
+        # Lightning leaves this to the end of the process, where gloo may abort a rank that is left.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 class GateCLI(LightningCLI):
