@@ -80,3 +80,14 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test of the program in a folder of its own, without pytest's command line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dg-lightning"])
+
+
+@pytest.fixture
+def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the program in a process of its own."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dg_lightning", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+    return run

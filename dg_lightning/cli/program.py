@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
             auto_configure_optimizers=False,
             args=None if args is None else list(args),
         )
-    except Exception as error:
+    except Exception as error:  # whose fault it is, type and origin tell together
         if not is_users_error(error):
             raise
         raise refusal(one_line(str(error)), error) from error

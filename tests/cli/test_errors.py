@@ -1,5 +1,5 @@
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from dg_lightning.cli import main
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
+RunProgram = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
     "--trainer.max_epochs=2",
     "--trainer.enable_progress_bar=false",
@@ -16,16 +17,6 @@ SMALL = [
 ]
 
 PENALTY = ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weight=1"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dg_lightning", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -101,8 +92,10 @@ def test_evaluating_without_a_trained_checkpoint_is_refused(
     assert "no checkpoint under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
 
 
-def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback() -> None:
-    done = run("fit", "--config", "digits/dynamicgate", "--trainer.max_epoch=3")
+def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback(
+    run_program: RunProgram,
+) -> None:
+    done = run_program("fit", "--config", "digits/dynamicgate", "--trainer.max_epoch=3")
     assert done.returncode == 2
     assert (
         done.stderr.strip() == "dg-lightning: error: unrecognized arguments: --trainer.max_epoch=3"

@@ -1,6 +1,7 @@
 import csv
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,12 @@ from dg_lightning.cli import main, shipped_configs
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
+RunProgram = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = [
     "--trainer.max_epochs=2",
     "--trainer.enable_progress_bar=false",
     "--trainer.accelerator=cpu",
 ]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dg_lightning", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
 
 
 @pytest.mark.parametrize("variant", ["baseline", "dropout", "dynamicgate"])
@@ -166,7 +158,7 @@ def test_a_class_of_the_working_folder_can_be_named_by_the_script() -> None:
     assert Path("mine.txt").exists()
 
 
-def test_two_processes_fit_test_and_predict_without_noise() -> None:
+def test_two_processes_fit_test_and_predict_without_noise(run_program: RunProgram) -> None:
     common = [
         "--config=digits/dynamicgate",
         *SMALL,
@@ -174,7 +166,7 @@ def test_two_processes_fit_test_and_predict_without_noise() -> None:
         "--trainer.strategy=ddp",
     ]
     for command in ("fit", "test", "predict"):
-        done = run(command, *common)
+        done = run_program(command, *common)
         assert done.returncode == 0, done.stderr
         assert "sync_dist" not in done.stderr
         assert done.stdout.count("Compute ledger") == (command == "test")
@@ -185,8 +177,8 @@ def test_two_processes_fit_test_and_predict_without_noise() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
-def test_help(arguments: list[str]) -> None:
-    done = run(*arguments)
+def test_help(arguments: list[str], run_program: RunProgram) -> None:
+    done = run_program(*arguments)
     assert done.returncode == 0
     assert "dg-lightning" in done.stdout
 
