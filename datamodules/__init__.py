@@ -1,5 +1,21 @@
 """DataModules, one a dataset."""
 
+from .base import BaseDataModule
+from .cifar10 import CIFAR10DataModule
 from .digits import DigitsDataModule
+from .fashion_mnist import FashionMNISTDataModule
+from .mnist import MNISTDataModule
+from .pbmc3k import PBMC3kDataModule
+from .speech_commands import SpeechCommandsDataModule
+from .tiny_imagenet import TinyImageNetDataModule
 
-__all__ = ["DigitsDataModule"]
+__all__ = [
+    "BaseDataModule",
+    "CIFAR10DataModule",
+    "DigitsDataModule",
+    "FashionMNISTDataModule",
+    "MNISTDataModule",
+    "PBMC3kDataModule",
+    "SpeechCommandsDataModule",
+    "TinyImageNetDataModule",
+]

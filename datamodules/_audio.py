@@ -1,0 +1,133 @@
+"""Spoken words: reading, log-mel features, and changes of whole batches of waveforms."""
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from ._part import Draws
+from ._tables import ArrayTable
+
+__all__ = ["FRONT_ENDS", "RATE", "FrontEnd", "LogMel", "ShiftAndNoise", "read_wave"]
+
+RATE = 16_000  # samples a second
+_FULL_SCALE = 32_768  # of 16-bit samples
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """How a clip becomes features: times in samples at 16 kHz."""
+
+    length: int  # of the clip that is used, from its start
+    n_fft: int
+    window: int
+    hop: int
+    centered: bool  # whether frames reach over the ends
+    frames: int
+    mels: int = 40
+
+
+FRONT_ENDS = {
+    "40x41": FrontEnd(12_800, n_fft=512, window=400, hop=320, centered=True, frames=41),
+    "40x98": FrontEnd(16_000, n_fft=480, window=480, hop=160, centered=False, frames=98),
+}
+
+
+class LogMel:
+    """Log-mel features in decibel of 16-bit samples, standardised within every clip."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
+
+        self.length = front_end.length
+        self._mel = MelSpectrogram(
+            RATE,
+            n_fft=front_end.n_fft,
+            win_length=front_end.window,
+            hop_length=front_end.hop,
+            n_mels=front_end.mels,
+            center=front_end.centered,
+        )
+        self._decibel = AmplitudeToDB("power")
+
+    def __call__(self, waves: Tensor) -> Tensor:
+        features: Tensor = self._decibel(self._mel(waves[..., : self.length] / _FULL_SCALE))
+        centred = features - features.mean((-2, -1), keepdim=True)
+        return centred / (features.std((-2, -1), keepdim=True) + 1e-5)
+
+
+class ShiftAndNoise:
+    """Moves every clip in time and adds background noise, as a whole batch.
+
+    Args:
+        shift: Largest shift to either side, in samples; what is moved in is silence.
+        volume: Largest factor of the noise.
+        noise: Background noise, 16-bit samples in a row.
+    """
+
+    def __init__(self, shift: int, volume: float, noise: ArrayTable | None) -> None:
+        self.shift = shift
+        self.volume = volume
+        self.noise = noise
+
+    def draw(self, generator: np.random.Generator, samples: int) -> Draws:
+        """Draw how far a clip is moved, which noise is added, and how loud."""
+        room = 1 if self.noise is None else len(self.noise) - RATE + 1
+        return {
+            "shift": generator.integers(-self.shift, self.shift + 1, samples),
+            "start": generator.integers(0, room, samples),
+            "volume": generator.uniform(0, self.volume, samples).astype(np.float32),
+        }
+
+    def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
+        """Change a batch of waveforms (clips, 16-bit samples)."""
+        padded = F.pad(inputs, (self.shift, self.shift)).numpy()
+        moved = np.lib.stride_tricks.sliding_window_view(padded, inputs.shape[1], axis=1)
+        waves = moved[np.arange(len(inputs)), self.shift - draws["shift"]].astype(np.float32)
+        if self.noise is not None and self.volume:
+            windows = np.lib.stride_tricks.sliding_window_view(self.noise.array, inputs.shape[1])
+            waves += draws["volume"][:, None] * windows[draws["start"]]
+        return torch.from_numpy(waves.clip(-_FULL_SCALE, _FULL_SCALE - 1))
+
+
+def read_wave(path: str, on_mismatch: Literal["convert", "refuse"]) -> NDArray[np.int16]:
+    """Read a WAV file as 16-bit samples of one channel at 16 kHz."""
+    import soundfile
+
+    with open(path, "rb") as file:
+        head = file.read(8)
+    promised = 8 + struct.unpack("<I", head[4:].ljust(4, b"\0"))[0]
+    if head[:4] != b"RIFF" or os.path.getsize(path) < promised:
+        raise ValueError(
+            f"{path} is damaged: a WAV file of {promised} bytes was expected, got "
+            f"{os.path.getsize(path)} bytes; get it again."
+        )
+    try:
+        samples, rate = soundfile.read(path, dtype="int16", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"{path} is damaged ({error}): get it again.") from error
+    channels: int = samples.shape[1]
+    if (rate, channels) == (RATE, 1):
+        mono: NDArray[np.int16] = samples[:, 0]
+        return mono
+    if on_mismatch == "refuse":
+        raise ValueError(
+            f"{path} must have {RATE} samples a second in one channel, got {rate} in {channels}: "
+            "choose on_mismatch='convert', or convert the file."
+        )
+    return _converted(samples, rate)
+
+
+def _converted(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
+    from torchaudio.functional import resample
+
+    mixed = torch.from_numpy(samples.astype(np.float32).mean(1))
+    wave = resample(mixed, rate, RATE).round().clamp(-_FULL_SCALE, _FULL_SCALE - 1)
+    converted: NDArray[np.int16] = wave.numpy().astype(np.int16)
+    return converted

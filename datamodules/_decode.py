@@ -1,0 +1,28 @@
+"""Decoding of many small files."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["files_in", "in_chunks"]
+
+
+def files_in(folder: Path, ending: str) -> list[str]:
+    """Return the files of a folder with this ending, sorted; none if there is no folder."""
+    if not folder.is_dir():
+        return []
+    return [f"{folder}/{name}" for name in sorted(os.listdir(folder)) if name.endswith(ending)]
+
+
+def in_chunks(
+    paths: Sequence[str], read: Callable[[str], NDArray[Any]], size: int = 256
+) -> Iterator[NDArray[Any]]:
+    """Read files in threads; return their arrays stacked, some at a time, in order."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(paths), size):
+            yield np.stack(list(pool.map(read, paths[start : start + size])))

@@ -1,0 +1,87 @@
+"""Files of a dataset: what is missing, how it is downloaded, checked and unpacked."""
+
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+from urllib.request import urlopen
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+__all__ = ["Download", "check_digest", "fetch", "unpack"]
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file or an archive on the net.
+
+    Args:
+        url: Where it is.
+        digest: Its checksum, as `md5:...` or `sha256:...`.
+        target: The file, or the folder that the archive becomes, below the root.
+        folder: The folder of the archive that becomes the target, for an archive.
+    """
+
+    url: str
+    digest: str
+    target: str
+    folder: str | None = None
+
+
+def check_digest(file: BinaryIO, digest: str, name: object) -> None:
+    """Refuse a file whose content is not the published one."""
+    algorithm, _, expected = digest.partition(":")
+    found = hashlib.new(algorithm)
+    while chunk := file.read(_CHUNK):
+        found.update(chunk)
+    if found.hexdigest() != expected:
+        raise ValueError(
+            f"{name} is damaged: its {algorithm} should be {expected}, got {found.hexdigest()}; "
+            "delete it and get it again."
+        )
+
+
+def fetch(download: Download, root: Path) -> None:
+    """Put a file or an unpacked archive under the root: all of it, checked, or nothing."""
+    target = root / download.target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that a rename is enough; removed whatever happens.
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
+        got = Path(scratch) / PurePosixPath(download.url).name
+        rank_zero_info(f"Downloading {download.url}")
+        with urlopen(download.url, timeout=30) as answer, got.open("wb") as file:
+            shutil.copyfileobj(answer, file, _CHUNK)
+        with got.open("rb") as file:
+            check_digest(file, download.digest, download.url)
+        if download.folder is not None:
+            unpacked = Path(scratch) / "unpacked"
+            unpack(got, unpacked)
+            got = unpacked / download.folder
+        try:
+            os.replace(got, target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack an archive into a folder; refuse one that would write outside it."""
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed:
+            for name in packed.namelist():
+                if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                    raise ValueError(f"{archive.name} is not safe to unpack: it holds {name!r}.")
+            packed.extractall(folder)
+        return
+    try:
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+    except tarfile.FilterError as error:
+        raise ValueError(f"{archive.name} is not safe to unpack: {error}.") from error

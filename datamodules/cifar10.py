@@ -1,0 +1,130 @@
+"""CIFAR-10: small colour photographs."""
+
+import io
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Unpack, override
+
+from ._files import Download, check_digest
+from ._part import CropFlip, Normalize, Part
+from ._tables import Save, Tables
+from .base import BaseDataModule, DataOptions
+
+__all__ = ["CIFAR10DataModule"]
+
+# The files of the python version, with the md5 sums that they were published with.
+_TRAIN = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+}
+_TEST = {"test_batch": "40351d587109b95175f43aff81a1287e"}
+_PUBLISHED = 10_000  # images a file
+
+
+class CIFAR10DataModule(BaseDataModule):
+    """50,000 training and 10,000 test images of 3 x 32 x 32 pixels, ten classes.
+
+    Validation samples are a stratified part of the training images and never augmented.
+
+        root/cifar-10-batches-py/{data_batch_1..5,test_batch}
+
+    Licence: none stated, free for research with citation. Reference: A. Krizhevsky, "Learning
+    Multiple Layers of Features from Tiny Images", University of Toronto, 2009. 170 MB packed.
+
+    Args:
+        batch_size: Samples in a training batch.
+        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images that are for validation.
+        augment: `crop_flip` shifts every training image by up to 4 pixels, and mirrors every other.
+        **options: See `DataOptions`.
+    """
+
+    input_shape = (3, 32, 32)
+    class_names = (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
+    downloads = (
+        Download(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+            "md5:c58f30108f718f92721af3b95e74349a",
+            "cifar-10-batches-py",
+            folder="cifar-10-batches-py",
+        ),
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        eval_batch_size: int | None = None,
+        val_share: float = 0.1,
+        augment: Literal["crop_flip", "none"] = "crop_flip",
+        **options: Unpack[DataOptions],
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, **options)
+        self.val_share = val_share
+        self.augment = augment
+
+    @override
+    def sources(self) -> Sequence[Path]:
+        return [self.root / "cifar-10-batches-py" / name for name in {**_TRAIN, **_TEST}]
+
+    @override
+    def decode(self, save: Save) -> None:
+        for part, digests in {"train": _TRAIN, "test": _TEST}.items():
+            folder = self.root / "cifar-10-batches-py"
+            batches = [read_batch(folder / name, f"md5:{d}") for name, d in digests.items()]
+            save(f"{part}_images", (images for images, _ in batches))
+            save(f"{part}_labels", (labels for _, labels in batches))
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        normalize = Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
+        augmentation = CropFlip(4) if self.augment == "crop_flip" else None
+        return self.image_parts(tables, self.val_share, normalize, augmentation)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles arrays and nothing that could run code."""
+
+    allowed = ("_reconstruct", "ndarray", "dtype", "encode")
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.allowed or module.split(".")[0] not in ("numpy", "_codecs"):
+            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Read images and labels; a file of the published length must have the published checksum."""
+    content = path.read_bytes()
+    try:
+        batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
+        images = batch["data"].reshape(-1, 3, 32, 32)
+        labels = np.asarray(batch["labels"], dtype=np.int64)
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise ValueError(
+            f"{path} is damaged ({error}; {len(content)} bytes, its {digest}): get it again."
+        ) from error
+    if len(images) != len(labels):
+        raise ValueError(f"{path} is damaged: {len(images)} images, {len(labels)} labels.")
+    if len(images) == _PUBLISHED:  # a subset has a checksum of its own
+        check_digest(io.BytesIO(content), digest, path)
+    return images, labels

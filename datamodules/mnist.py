@@ -1,0 +1,122 @@
+"""MNIST: handwritten digits."""
+
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Unpack, override
+
+from ._files import Download, check_digest
+from ._part import Normalize, Part
+from ._tables import Save, Tables
+from .base import BaseDataModule, DataOptions
+
+__all__ = ["MNISTDataModule", "idx_downloads"]
+
+_FILES = {
+    ("train", "images"): "train-images-idx3-ubyte",
+    ("train", "labels"): "train-labels-idx1-ubyte",
+    ("test", "images"): "t10k-images-idx3-ubyte",
+    ("test", "labels"): "t10k-labels-idx1-ubyte",
+}
+
+
+def idx_downloads(folder: str, url: str, digests: Sequence[str]) -> tuple[Download, ...]:
+    """Return the downloads of the four files, whose md5 sums are in their order."""
+    return tuple(
+        Download(f"{url}/{name}.gz", f"md5:{digest}", f"{folder}/{name}.gz")
+        for name, digest in zip(_FILES.values(), digests, strict=True)
+    )
+
+
+class MNISTDataModule(BaseDataModule):
+    """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes.
+
+    Validation samples are a stratified part of the training images. Pixels are scaled to [0, 1] and
+    normalised by the mean and deviation of the training images, 0.1307 and 0.3081.
+
+        root/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, packed (.gz) or not
+
+    Licence: CC BY-SA 3.0. Reference: Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, "Gradient-Based
+    Learning Applied to Document Recognition", Proceedings of the IEEE 86 (11), 1998. 12 MB packed.
+
+    Args:
+        batch_size: Samples in a training batch.
+        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images that are for validation.
+        **options: See `DataOptions`.
+    """
+
+    input_shape = (1, 28, 28)
+    class_names = tuple("0123456789")
+    folder = "MNIST/raw"
+    mean, std = 0.1307, 0.3081
+    downloads = idx_downloads(
+        folder,
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        (
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+    )
+    # md5 sums of the unpacked files, in the order of the downloads.
+    contents: tuple[str, ...] = (
+        "6bbc9ace898e44ae57da46a324031adb",
+        "a25bea736e30d166cdddb491f175f624",
+        "2646ac647ad5339dbf082846283269ea",
+        "27ae3e4e09519cfbb04c329615203637",
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        eval_batch_size: int | None = 512,
+        val_share: float = 0.1,
+        **options: Unpack[DataOptions],
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, **options)
+        self.val_share = val_share
+
+    @override
+    def sources(self) -> Sequence[Path]:
+        folder = self.root / self.folder
+        plain = [folder / name for name in _FILES.values()]
+        return [p if p.exists() else p.with_name(f"{p.name}.gz") for p in plain]
+
+    @override
+    def decode(self, save: Save) -> None:
+        for (part, what), path, digest in zip(_FILES, self.sources(), self.contents, strict=True):
+            published = 60_000 if part == "train" else 10_000
+            array = read_idx(path, 3 if what == "images" else 1, published, f"md5:{digest}")
+            save(f"{part}_{what}", [array[:, None] if what == "images" else array])
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        return self.image_parts(tables, self.val_share, Normalize([self.mean], [self.std]))
+
+
+def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArray[np.uint8]:
+    """Read an array of bytes; one of the published length must have the published checksum."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it and get it again.") from error
+    header = 4 * (1 + dimensions)
+    numbers = np.frombuffer(content[:header].ljust(header, b"\0"), ">u4").tolist()
+    if numbers[0] != 0x0800 + dimensions:
+        raise ValueError(f"{path} is no idx file of {dimensions} dimensions: get it again.")
+    size = header + int(np.prod(numbers[1:]))
+    if len(content) != size:
+        raise ValueError(
+            f"{path} is damaged: its header promises {size} bytes, got {len(content)}; delete it "
+            "and get it again."
+        )
+    if numbers[1] == published:  # a subset is as good as its header
+        check_digest(io.BytesIO(content), digest, path)
+    return np.frombuffer(content, np.uint8, offset=header).reshape(numbers[1:])

@@ -1,0 +1,241 @@
+"""PBMC3k: blood cells by the genes that they express; any other AnnData works as well."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import Unpack, override
+
+from ._cells import (
+    column_of,
+    counts_of,
+    leiden_clusters,
+    log_normalized,
+    read_cells,
+    variable_genes,
+)
+from ._files import Download
+from ._part import Part, stratified_split
+from ._tables import Save, SparseTable, Tables
+from .base import BaseDataModule, DataOptions
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["PBMC3kDataModule"]
+
+_PARTS = ("train", "val", "test")
+
+
+class PBMC3kDataModule(BaseDataModule):
+    """2,700 blood cells: log-normalised counts of their most variable genes, by cell type.
+
+    70 % of the cells are for training, 10 % for validation, 20 % for testing, stratified. The
+    labels are clusters of the same counts that are classified, no independent truth; those of the
+    paper (Leiden) are made with all cells. The matrix stays sparse until a batch is cut.
+
+        root/pbmc3k/filtered_gene_bc_matrices/hg19/{matrix.mtx,genes.tsv,barcodes.tsv}
+
+    Licence: CC BY 4.0. Reference: 10x Genomics, "3k PBMCs from a Healthy Donor", Cell Ranger 1.1.0,
+    2016; F. A. Wolf, P. Angerer, F. J. Theis, "SCANPY", Genome Biology 19:15, 2018. 8 MB packed.
+
+    Args:
+        batch_size: Cells in a training batch.
+        eval_batch_size: Cells in a batch of validation, test and predict; `batch_size` if None.
+        path: An .h5ad file or a folder with a 10x matrix, instead of PBMC3k.
+        layer: Layer with the counts; X if None.
+        label_column: Column of labels, in `obs` or in `label_file`; cells without one are left out.
+            The paper's Leiden clusters if None.
+        label_file: CSV file with barcodes in its first column.
+        smallest_cluster: Leiden clusters of fewer cells are merged into one class, `rare`.
+        genes: How many genes are inputs: the most variable ones.
+        fit_on: Which cells choose the genes and their scale: `train` the training cells, by their
+            counts; `paper` all cells, test cells included, by log-normalised values.
+        scale: Whether every gene is brought to mean 0 and deviation 1.
+        **options: See `DataOptions`.
+    """
+
+    downloads = (
+        Download(
+            "https://cf.10xgenomics.com/samples/cell-exp/1.1.0/pbmc3k/"
+            "pbmc3k_filtered_gene_bc_matrices.tar.gz",
+            "md5:f76d73bf7a582aaf32b798bcae9574d3",
+            "pbmc3k/filtered_gene_bc_matrices",
+            folder="filtered_gene_bc_matrices",
+        ),
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 256,
+        eval_batch_size: int | None = None,
+        path: str | None = None,
+        layer: str | None = None,
+        label_column: str | None = None,
+        label_file: str | None = None,
+        smallest_cluster: int = 30,
+        genes: int = 2000,
+        fit_on: Literal["train", "paper"] = "train",
+        scale: bool = False,
+        **options: Unpack[DataOptions],
+    ) -> None:
+        for package in ("anndata", "scanpy", "skmisc", "leidenalg"):
+            if find_spec(package) is None:
+                raise ModuleNotFoundError(
+                    f"PBMC3kDataModule needs {package}: pip install 'dg-lightning[cells]'"
+                )
+        super().__init__(batch_size, eval_batch_size, **options)
+        if label_file is not None and label_column is None:
+            raise ValueError("`label_file` needs `label_column`, the name of its label column.")
+        if genes < 1 or smallest_cluster < 1:
+            raise ValueError(
+                f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."
+            )
+        own = self.root / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19"
+        self.path = own if path is None else Path(path)
+        self.layer = layer
+        self.label_column = label_column
+        self.label_file = None if label_file is None else Path(label_file)
+        self.smallest_cluster = smallest_cluster
+        self.genes = genes
+        self.fit_on = fit_on
+        self.scale = scale
+        self._cells: AnnData | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the cell types or clusters."""
+        return tuple(self.facts["class_names"])
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the genes, in the order of the inputs."""
+        return tuple(self.facts["genes"])
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """How many genes a sample has."""
+        return (self.genes,)
+
+    @classmethod
+    def from_anndata(cls, cells: "AnnData", **settings: Any) -> "PBMC3kDataModule":
+        """Return a DataModule of cells in memory; nothing of them is written to disk."""
+        data = cls(**settings)
+        data._cells = cells
+        return data
+
+    @override
+    def sources(self) -> Sequence[Path | str]:
+        if self._cells is not None:
+            return ()
+        labels = [] if self.label_file is None else [self.label_file]
+        if self.path.suffix == ".h5ad":
+            return [self.path, *labels]
+        if packed := sorted(self.path.glob("*.gz")):  # as later versions of Cell Ranger write it
+            return [*packed, *labels]
+        return [*(self.path / n for n in ("matrix.mtx", "genes.tsv", "barcodes.tsv")), *labels]
+
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        names = ("layer", "label_column", "smallest_cluster", "genes", "fit_on", "split_seed")
+        return {name: getattr(self, name) for name in names}
+
+    @override
+    def decode(self, save: Save) -> None:
+        cells = read_cells(self.path) if self._cells is None else self._cells
+        counts = counts_of(cells, self.layer)
+        normal = log_normalized(cells, counts)
+        names = self._label_names(cells, normal)
+        labelled = np.flatnonzero(names != np.array(None))
+        class_names, labels = np.unique(names[labelled].astype(str), return_inverse=True)
+        parts = self._rows_of_parts(torch.from_numpy(labels), class_names.tolist())
+        counted = normal[labelled[parts["train"]]].copy()
+        counted.X = counts[labelled[parts["train"]]]
+        genes = variable_genes(normal if self.fit_on == "paper" else counted, self.genes)
+        matrix = normal.X[labelled][:, genes]
+        save("values", [matrix.data])
+        save("columns", [matrix.indices])
+        save("starts", [matrix.indptr.astype(np.int64)])
+        save("labels", [labels])
+        for part, rows in parts.items():
+            save(part, [rows])
+        fitted = (matrix if self.fit_on == "paper" else matrix[parts["train"]]).toarray()
+        deviation = fitted.std(0, ddof=1)
+        save("mean", [fitted.mean(0)])
+        save("std", [np.where(deviation > 0, deviation, 1)])  # a constant gene becomes 0
+        save.facts(
+            class_names=class_names.tolist(),
+            genes=normal.var_names[genes].tolist(),
+            cells=normal.obs_names[labelled].tolist(),
+        )
+
+    def _label_names(self, cells: "AnnData", normal: "AnnData") -> NDArray[Any]:
+        if self.label_column is not None:
+            return column_of(cells, self.label_column, self.label_file)
+        # As the paper: a rule that is meant for counts, on log-normalised values of all cells.
+        genes = variable_genes(normal, min(2000, normal.n_vars))
+        return leiden_clusters(normal, genes, self.smallest_cluster)
+
+    def _rows_of_parts(
+        self, labels: Tensor, class_names: Sequence[str]
+    ) -> dict[str, NDArray[np.int64]]:
+        every = np.arange(len(labels))
+        rest, test = stratified_split(every, labels, 0.2, self.split_seed, class_names)
+        train, val = stratified_split(rest, labels, 0.125, self.split_seed, class_names)
+        return dict(zip(_PARTS, (train, val, test), strict=True))
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], self.genes)
+        mean, std = (torch.from_numpy(tables[name].array.copy()) for name in ("mean", "std"))
+        prepare = _Standardize(mean, std) if self.scale else None
+        labels = tables.labels()
+        rows = {name: tables[name].array.copy() for name in _PARTS}
+        self._every = Part(matrix, np.arange(len(labels)), labels, prepare)
+        return {name: Part(matrix, of, labels[of], prepare) for name, of in rows.items()}
+
+    @override
+    def part_to_predict(self) -> Part:
+        return self._every
+
+    def add_predictions(
+        self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
+    ) -> None:
+        """Write what `Trainer.predict` returned into `obs`, beside the part that a cell was in.
+
+        Args:
+            cells: Cells with the barcodes of this data; it is changed in place.
+            predictions: A class for every labelled cell, or the batches that `predict` returns.
+            key: Column of `obs`; `<key>_part` says whether a cell was trained on.
+        """
+        import pandas as pd
+
+        if not isinstance(predictions, Tensor):
+            predictions = torch.cat([batch["prediction"] for batch in predictions]).cpu()
+        names, barcodes = np.array(self.class_names), self.facts["cells"]
+        if len(predictions) != len(barcodes):
+            raise ValueError(
+                f"Expected a prediction for each of {len(barcodes)} cells, got {len(predictions)}."
+            )
+        parts = np.empty(len(barcodes), dtype=object)
+        for name, part in self._parts.items():
+            parts[part.rows] = name
+        for column, values in {key: names[predictions.numpy()], f"{key}_part": parts}.items():
+            series = pd.Series(values, index=barcodes).reindex(cells.obs_names)
+            cells.obs[column] = series.astype("category")
+
+
+class _Standardize:
+    """Brings every gene to mean 0 and deviation 1."""
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        self.mean = mean
+        self.std = std
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values.sub_(self.mean).div_(self.std)

@@ -1,0 +1,159 @@
+"""Speech Commands: spoken words in twelve classes."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import Unpack, override
+
+from ._audio import FRONT_ENDS, RATE, LogMel, ShiftAndNoise, read_wave
+from ._clips import LISTS, WORDS, clips_of_parts, silent_clips, stretch_of
+from ._decode import files_in, in_chunks
+from ._files import Download
+from ._part import Part
+from ._tables import Save, Tables
+from .base import BaseDataModule, DataOptions
+
+__all__ = ["SpeechCommandsDataModule"]
+
+
+class SpeechCommandsDataModule(BaseDataModule):
+    """One-second clips: ten words, silence, and all other words as `_unknown_`.
+
+    The split is the official one, whose parts share no speaker. Silence is cut from the background
+    noise, from other stretches of it for each part. Unless `unknown` is subsampled, `_unknown_` is
+    the most frequent class by far: `majority_rate()` says what guessing it always would give.
+
+        root/SpeechCommands/speech_commands_v0.02/{<word>/*.wav,validation_list.txt,testing_list.txt}
+
+    Licence: CC BY 4.0. Reference: P. Warden, "Speech Commands: A Dataset for Limited-Vocabulary
+    Speech Recognition", arXiv:1804.03209, 2018. 2.4 GB packed.
+
+    Args:
+        batch_size: Samples in a training batch.
+        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
+        front_end: Mel bands x frames. `40x41`: the first 0.8 s, windows of 25 ms every 20 ms, which
+            the paper's MAC figure belongs to; `40x98`: 1 s, 30 ms every 10 ms, as its text says.
+        silence: Clips of silence as a share of a part's other clips, or `paper` for its counts
+            2,000, 300 and 300. With 0 there is no such class.
+        unknown: Whether all other words are taken, or as many clips of them as a word has.
+        time_shift_ms: Largest shift of a training clip to either side.
+        noise_volume: Largest factor of the background noise that is added to training clips.
+        on_mismatch: Whether clips at another rate or of two channels are resampled and mixed, or
+            refused.
+        **options: See `DataOptions`.
+    """
+
+    downloads = (
+        Download(
+            "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
+            "sha256:af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
+            "SpeechCommands/speech_commands_v0.02",
+            folder=".",
+        ),
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 256,
+        eval_batch_size: int | None = None,
+        front_end: Literal["40x41", "40x98"] = "40x41",
+        silence: float | Literal["paper"] = 0.1,
+        unknown: Literal["all", "subsampled"] = "all",
+        time_shift_ms: int = 0,
+        noise_volume: float = 0.0,
+        on_mismatch: Literal["convert", "refuse"] = "convert",
+        **options: Unpack[DataOptions],
+    ) -> None:
+        for package in ("soundfile", "torchaudio"):
+            if find_spec(package) is None:
+                raise ModuleNotFoundError(
+                    f"SpeechCommandsDataModule needs {package}: pip install 'dg-lightning[audio]'"
+                )
+        super().__init__(batch_size, eval_batch_size, **options)
+        if not isinstance(silence, str) and not 0 <= silence < 1:
+            raise ValueError(f"`silence` must be a share in [0, 1) or 'paper', got {silence}.")
+        if not 0 <= time_shift_ms < 1000 or noise_volume < 0:
+            raise ValueError(
+                "`time_shift_ms` must be in [0, 1000) and `noise_volume` not negative, got "
+                f"{time_shift_ms} and {noise_volume}."
+            )
+        self.front_end = front_end
+        self.silence = silence
+        self.unknown: Literal["all", "subsampled"] = unknown
+        self.time_shift_ms = time_shift_ms
+        self.noise_volume = noise_volume
+        self.on_mismatch: Literal["convert", "refuse"] = on_mismatch
+        self.folder = self.root / "SpeechCommands" / "speech_commands_v0.02"
+        shape = FRONT_ENDS[front_end]
+        self.input_shape = (shape.mels, shape.frames)
+        self.class_names = (*WORDS, *(("_silence_",) if silence else ()), "_unknown_")
+
+    @property
+    def _augmented(self) -> bool:
+        return self.time_shift_ms > 0 or self.noise_volume > 0
+
+    @override
+    def sources(self) -> Sequence[Path | str]:
+        lists = [self.folder / name for name in LISTS.values()]
+        words = sorted(path for path in self.folder.glob("*/") if path.is_dir())
+        return [*lists, *(clip for word in words for clip in files_in(word, ".wav"))]
+
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        names = ("front_end", "silence", "unknown", "on_mismatch", "split_seed", "_augmented")
+        return {name: getattr(self, name) for name in names}
+
+    @override
+    def decode(self, save: Save) -> None:
+        noise = [self._read(path) for path in files_in(self.folder / "_background_noise_", ".wav")]
+        if (self.silence or self.noise_volume) and sum(map(len, noise)) < 2 * RATE:
+            raise FileNotFoundError(
+                f"{self.folder}/_background_noise_ must hold WAV files of at least 2 s: get the "
+                "whole dataset, or set `silence` and `noise_volume` to 0."
+            )
+        features = LogMel(FRONT_ENDS[self.front_end])
+        unknown = len(self.class_names) - 1
+        parts = clips_of_parts(self.folder, unknown, self.unknown, self.split_seed)
+        for part, clips in parts.items():
+            stretches = [stretch_of(recording, part) for recording in noise]
+            silent = silent_clips(part, stretches, self.silence, len(clips), self.split_seed)
+            waves = chain(
+                in_chunks(list(clips), self._read_second), [silent] if len(silent) else []
+            )
+            if part == "train" and self._augmented:
+                save("train_waves", waves)
+                if noise:
+                    save("train_noise", stretches)
+            else:
+                chunks = (features(torch.from_numpy(chunk)).numpy() for chunk in waves)
+                save(f"{part}_features", chunks)
+            labels = [*clips.values(), *[len(WORDS)] * len(silent)]  # silence follows the words
+            save(f"{part}_labels", [np.array(labels)])
+
+    def _read(self, path: str) -> NDArray[np.int16]:
+        return read_wave(path, self.on_mismatch)
+
+    def _read_second(self, path: str) -> NDArray[np.int16]:
+        wave = self._read(path)[:RATE]
+        return np.pad(wave, (0, RATE - len(wave)))
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        parts: dict[str, Part] = {}
+        for name in ("train", "val", "test"):
+            labels = tables.labels(f"{name}_labels")
+            rows = np.arange(len(labels))
+            if name == "train" and self._augmented:
+                shift = self.time_shift_ms * RATE // 1000
+                change = ShiftAndNoise(shift, self.noise_volume, tables.get("train_noise"))
+                features = LogMel(FRONT_ENDS[self.front_end])
+                parts[name] = Part(tables["train_waves"], rows, labels, features, change)
+            else:
+                parts[name] = Part(tables[f"{name}_features"], rows, labels)
+        return parts

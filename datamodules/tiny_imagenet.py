@@ -1,0 +1,143 @@
+"""Tiny ImageNet: 200 classes of small photographs."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Unpack, override
+
+from ._decode import files_in, in_chunks
+from ._files import Download
+from ._part import CropFlip, Normalize, Part
+from ._tables import Save, Tables
+from .base import BaseDataModule, DataOptions
+
+__all__ = ["TinyImageNetDataModule"]
+
+_SIZE = 64
+_STATISTICS = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "tiny_imagenet": ((0.480, 0.448, 0.398), (0.277, 0.269, 0.282)),
+}
+_AUGMENTATIONS = {"crop_flip": CropFlip(4), "flip": CropFlip(0), "none": None}
+
+
+class TinyImageNetDataModule(BaseDataModule):
+    """100,000 training images of 3 x 64 x 64 pixels, 200 classes; the official 10,000 val images.
+
+    The official validation images are the test set, for the official test labels are not public;
+    validation samples are a stratified part of the training images. Grey images become RGB.
+
+        root/tiny-imagenet-200/wnids.txt, words.txt
+        root/tiny-imagenet-200/train/<wnid>/images/*.JPEG
+        root/tiny-imagenet-200/val/images/*.JPEG, val_annotations.txt
+
+    Licence: ImageNet terms of access, non-commercial research and education. Reference: Y. Le,
+    X. Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS231N, 2015. 248 MB packed.
+
+    Args:
+        batch_size: Samples in a training batch.
+        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images that are for validation.
+        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors every other;
+            `flip` only mirrors.
+        statistics: Whose mean and deviation images are normalised by: those of ImageNet, or those
+            of Tiny ImageNet itself.
+        **options: See `DataOptions`.
+    """
+
+    input_shape = (3, _SIZE, _SIZE)
+    downloads = (
+        Download(
+            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            "md5:90528d7ca1a48142e341f4ef8d21d0de",
+            "tiny-imagenet-200",
+            folder="tiny-imagenet-200",
+        ),
+    )
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        eval_batch_size: int | None = 256,
+        val_share: float = 0.1,
+        augment: Literal["crop_flip", "flip", "none"] = "crop_flip",
+        statistics: Literal["imagenet", "tiny_imagenet"] = "imagenet",
+        **options: Unpack[DataOptions],
+    ) -> None:
+        if find_spec("PIL") is None:
+            raise ModuleNotFoundError(
+                "TinyImageNetDataModule needs Pillow: pip install 'dg-lightning[vision]'"
+            )
+        super().__init__(batch_size, eval_batch_size, **options)
+        self.val_share = val_share
+        self.augment = augment
+        self.statistics = statistics
+        self.folder = self.root / "tiny-imagenet-200"
+
+    @property
+    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the classes show, in the order of their WordNet ids."""
+        return tuple(self.facts["class_names"])
+
+    @override
+    def sources(self) -> Sequence[Path | str]:
+        lists = [self.folder / "wnids.txt", self.folder / "val" / "val_annotations.txt"]
+        if not all(path.exists() for path in lists):
+            return lists
+        train, test = self._images()
+        return [*lists, *train, *test]
+
+    def _images(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the training and the test images with their WordNet ids, in a fixed order."""
+        train = {
+            path: wnid
+            for wnid in self._wnids()
+            for path in files_in(self.folder / "train" / wnid / "images", ".JPEG")
+        }
+        lines = (self.folder / "val" / "val_annotations.txt").read_text().splitlines()
+        named = sorted(line.split("\t")[:2] for line in lines if line)
+        return train, {f"{self.folder}/val/images/{name}": wnid for name, wnid in named}
+
+    def _wnids(self) -> list[str]:
+        return sorted((self.folder / "wnids.txt").read_text().split())
+
+    @override
+    def decode(self, save: Save) -> None:
+        wnids = self._wnids()
+        for part, images in zip(("train", "test"), self._images(), strict=True):
+            if strange := set(images.values()) - set(wnids):
+                raise ValueError(
+                    f"{self.folder}/wnids.txt lacks {min(strange)}, which images have."
+                )
+            save(f"{part}_images", in_chunks(list(images), read_rgb))
+            save(f"{part}_labels", [np.array([wnids.index(wnid) for wnid in images.values()])])
+        words = self.folder / "words.txt"
+        lines = words.read_text().splitlines() if words.exists() else []
+        meaning = dict(line.split("\t", 1) for line in lines if "\t" in line)
+        save.facts(class_names=[meaning.get(wnid, wnid) for wnid in wnids])
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        normalize = Normalize(*_STATISTICS[self.statistics])
+        return self.image_parts(tables, self.val_share, normalize, _AUGMENTATIONS[self.augment])
+
+
+def read_rgb(path: str) -> NDArray[np.uint8]:
+    """Decode an image to bytes (3, 64, 64)."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+    except OSError as error:  # also what Pillow raises for a damaged image
+        raise ValueError(
+            f"{path} is damaged ({os.path.getsize(path)} bytes: {error}): get it again."
+        ) from error
+    if pixels.shape[:2] != (_SIZE, _SIZE):
+        raise ValueError(f"{path} must have {_SIZE} x {_SIZE} pixels, got {pixels.shape[:2]}.")
+    return pixels.transpose(2, 0, 1)
