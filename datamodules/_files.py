@@ -2,20 +2,25 @@
 
 import hashlib
 import os
-import shutil
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.request import urlopen
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-__all__ = ["Download", "check_digest", "fetch", "unpack"]
+__all__ = ["Download", "DownloadError", "check_digest", "fetch", "unpack"]
 
 _CHUNK = 1 << 20
+
+
+class DownloadError(Exception):
+    """Something is wrong with the net or the server, not with the files here."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ def fetch(download: Download, root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
         got = Path(scratch) / PurePosixPath(download.url).name
         rank_zero_info(f"Downloading {download.url}")
-        with urlopen(download.url, timeout=30) as answer, got.open("wb") as file:
-            shutil.copyfileobj(answer, file, _CHUNK)
+        with got.open("wb") as file:
+            file.writelines(_chunks_of(download.url))
         with got.open("rb") as file:
             check_digest(file, download.digest, download.url)
         if download.folder is not None:
@@ -69,6 +74,15 @@ def fetch(download: Download, root: Path) -> None:
         except OSError:
             if not target.exists():  # else another process was faster
                 raise
+
+
+def _chunks_of(url: str) -> Iterator[bytes]:
+    try:
+        with urlopen(url, timeout=30) as answer:
+            while chunk := answer.read(_CHUNK):
+                yield chunk
+    except (OSError, HTTPException) as error:
+        raise DownloadError(getattr(error, "reason", error)) from error
 
 
 def unpack(archive: Path, folder: Path) -> None:

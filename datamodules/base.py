@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
-from urllib.error import URLError
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ._files import Download, fetch
+from ._files import Download, DownloadError, fetch
 from ._loader import BatchLoader
 from ._part import Augmentation, Batch, Normalize, Part, stratified_split
 from ._tables import Save, Tables, cached_tables, tables_in_memory
@@ -131,8 +130,8 @@ class BaseDataModule(pl.LightningDataModule):
         for download in self._wanted():
             try:
                 fetch(download, self.root)
-            except URLError as error:
-                raise self._lacking(f", and the download failed ({error.reason})") from error
+            except DownloadError as error:
+                raise self._lacking(f", and the download failed ({error})") from error
             except OSError as error:
                 raise self._lacking(f", and cannot be written there ({error.strerror})") from error
         self._tables()
@@ -182,6 +181,8 @@ class BaseDataModule(pl.LightningDataModule):
         tables = self._tables()
         self.facts = tables.facts
         self._parts = self.split(tables)
+        if self.num_classes < 2:
+            raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
         for part, counts in self.class_counts().items():
             if empty := [name for name, count in counts.items() if not count]:
                 raise ValueError(f"Class {empty[0]!r} has no samples in the {part} part.")
