@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from hypothesis import settings
+from small_roots import small_root
 
 # The same examples in every run, and no deadline: the machines that run this are noisy.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
@@ -33,6 +34,13 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"A test tried to reach {host}.")
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def _no_data_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test read real datasets unless it says so."""
+    for name in ("DG_DATA", "DG_CACHE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +81,12 @@ def in_two_processes(tmp_path: Path) -> Callable[[str], list[Any]]:
         return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def small_datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a root with small datasets in their real formats."""
+    return small_root(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

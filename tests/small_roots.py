@@ -62,7 +62,7 @@ def tiny_imagenet(folder: Path) -> None:
         blocks = generator.integers(0, 256, (8, 8) if grey else (8, 8, 3), dtype=np.uint8)
         Image.fromarray(blocks).resize((64, 64)).save(path, "JPEG")
 
-    lines = []
+    lines: list[str] = []
     for wnid in wnids:
         for i in range(30):
             write(folder / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", grey=i % 10 == 0)

@@ -2,6 +2,7 @@ import csv
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,35 @@ def test_version_by_module_and_by_script() -> None:
         assert done.stdout.strip() == f"dg-lightning {dg_lightning.__version__}"
 
 
-def test_every_shipped_config_parses_and_fits_a_batch() -> None:
-    configs = shipped_configs()
-    assert {"digits/baseline", "digits/dropout", "digits/dynamicgate"} <= set(configs)
+@pytest.mark.parametrize(
+    "dataset",
+    ["digits", "mnist", "fashion_mnist", "cifar10", "tiny_imagenet", "speech_commands", "pbmc3k"],
+)
+def test_every_shipped_config_parses_and_fits_a_batch(
+    dataset: str, small_datasets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DG_DATA", str(small_datasets))
+    configs = [name for name in shipped_configs() if name.startswith(f"{dataset}/")]
+    assert {f"{dataset}/baseline", f"{dataset}/dropout"} <= set(configs)
     for name in configs:
         main(["fit", "--config", name, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"])
         assert not any(Path().rglob("*.ckpt"))
+
+
+def test_a_dataset_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dg_lightning.datamodules import TinyImageNetDataModule
+
+    (download,) = TinyImageNetDataModule.downloads
+    refused = replace(download, url="http://127.0.0.1:1/tiny.zip")
+    monkeypatch.setattr(TinyImageNetDataModule, "downloads", (refused,))
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", "tiny_imagenet/baseline", f"--data.root={tmp_path}/data"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in ("misses wnids.txt, val_annotations.txt", "refused", refused.url, "DG_DATA"):
+        assert part in line
 
 
 def test_nothing_is_written_outside_of_the_run_folder(tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_roots import small_root
 
 from dg_lightning import datamodules
 from dg_lightning.datamodules import BaseDataModule
 
-NAMES = [name for name in datamodules.__all__ if name != "BaseDataModule"]
+NAMES = [n for n in dir(datamodules) if n.endswith("DataModule") and n != "BaseDataModule"]
 REAL = os.environ.get("DG_DATA")
 # Settings that a small root needs, or that make the contract say more.
 SMALL = {"SpeechCommandsDataModule": {"time_shift_ms": 50, "noise_volume": 0.1}}
@@ -31,9 +30,9 @@ Make = Callable[..., BaseDataModule]
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    small = small_root(tmp_path_factory.mktemp("small"))
-    return {"small": small, "real": Path(REAL or small), "cache": tmp_path_factory.mktemp("cache")}
+def roots(small_datasets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    cache = tmp_path_factory.mktemp("cache")
+    return {"small": small_datasets, "real": Path(REAL or small_datasets), "cache": cache}
 
 
 @pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.real_data)])

@@ -118,7 +118,7 @@ class Recorder(BoringModel):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         return
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.layer.parameters(), lr=0.1, momentum=0.9)
 
 

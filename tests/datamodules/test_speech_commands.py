@@ -37,7 +37,7 @@ def by_hand(path: Path, seconds: float, **options: Any) -> torch.Tensor:
     wave = torch.zeros(int(16_000 * seconds))
     wave[: len(samples)] = torch.from_numpy(samples)[: len(wave)]
     mel = torchaudio.transforms.MelSpectrogram(16_000, n_mels=40, **options)(wave)
-    features = torchaudio.transforms.AmplitudeToDB("power")(mel)
+    features: torch.Tensor = torchaudio.transforms.AmplitudeToDB("power")(mel)
     return (features - features.mean()) / (features.std() + 1e-5)
 
 
