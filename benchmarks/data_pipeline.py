@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--datasets", nargs="+", default=list(BARS))
     parser.add_argument("--measure", nargs=3, help="for itself: route, dataset, cache")
     arguments = parser.parse_args()

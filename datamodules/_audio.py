@@ -1,7 +1,7 @@
 """Spoken words: reading, log-mel features, and changes of whole batches of waveforms."""
 
 import os
-import struct
+import wave
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,25 +97,28 @@ class ShiftAndNoise:
 
 
 def read_wave(path: str, on_mismatch: Literal["convert", "refuse"]) -> NDArray[np.int16]:
-    """Read a WAV file as 16-bit samples of one channel at 16 kHz."""
-    import soundfile
-
-    with open(path, "rb") as file:
-        head = file.read(8)
-    promised = 8 + struct.unpack("<I", head[4:].ljust(4, b"\0"))[0]
-    if head[:4] != b"RIFF" or os.path.getsize(path) < promised:
-        raise ValueError(
-            f"{path} is damaged: a WAV file of {promised} bytes was expected, got "
-            f"{os.path.getsize(path)} bytes; get it again."
-        )
+    """Read a WAV file of 16-bit samples as one channel at 16 kHz."""
     try:
-        samples, rate = soundfile.read(path, dtype="int16", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise ValueError(f"{path} is damaged ({error}): get it again.") from error
-    channels: int = samples.shape[1]
+        with wave.open(path) as file:
+            parameters = file.getparams()
+            content = file.readframes(parameters.nframes)
+    except (wave.Error, EOFError) as error:
+        raise ValueError(
+            f"{path} is damaged, or no WAV file of whole numbers ({os.path.getsize(path)} bytes: "
+            f"{error}): get it again."
+        ) from error
+    rate, channels = parameters.framerate, parameters.nchannels
+    promised = parameters.nframes * channels * parameters.sampwidth
+    if parameters.sampwidth != 2:
+        raise ValueError(f"{path} must have 16-bit samples, got {8 * parameters.sampwidth} bits.")
+    if len(content) < promised or not content:
+        raise ValueError(
+            f"{path} is damaged: its header promises {promised} bytes of sound, got "
+            f"{len(content)}; get it again."
+        )
+    samples = np.frombuffer(content, "<i2").reshape(-1, channels)
     if (rate, channels) == (RATE, 1):
-        mono: NDArray[np.int16] = samples[:, 0]
-        return mono
+        return samples[:, 0]
     if on_mismatch == "refuse":
         raise ValueError(
             f"{path} must have {RATE} samples a second in one channel, got {rate} in {channels}: "
@@ -128,6 +131,6 @@ def _converted(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
     from torchaudio.functional import resample
 
     mixed = torch.from_numpy(samples.astype(np.float32).mean(1))
-    wave = resample(mixed, rate, RATE).round().clamp(-_FULL_SCALE, _FULL_SCALE - 1)
-    converted: NDArray[np.int16] = wave.numpy().astype(np.int16)
+    sound = resample(mixed, rate, RATE).round().clamp(-_FULL_SCALE, _FULL_SCALE - 1)
+    converted: NDArray[np.int16] = sound.numpy().astype(np.int16)
     return converted

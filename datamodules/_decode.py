@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ def files_in(folder: Path, ending: str) -> list[str]:
 
 
 def in_chunks(
-    paths: Sequence[str], read: Callable[[str], NDArray[Any]], size: int = 256
+    paths: Sequence[str], read: Callable[[str], NDArray[Any]], size: int = 64
 ) -> Iterator[NDArray[Any]]:
-    """Read files in threads; return their arrays stacked, some at a time, in order."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for start in range(0, len(paths), size):
-            yield np.stack(list(pool.map(read, paths[start : start + size])))
+    """Read files; return their arrays stacked, some at a time.
+
+    Not in threads: with files as small as these, threads wait for each other longer than they read.
+    """
+    for start in range(0, len(paths), size):
+        yield np.stack([read(path) for path in paths[start : start + size]])

@@ -70,11 +70,10 @@ class SpeechCommandsDataModule(BaseDataModule):
         on_mismatch: Literal["convert", "refuse"] = "convert",
         **options: Unpack[DataOptions],
     ) -> None:
-        for package in ("soundfile", "torchaudio"):
-            if find_spec(package) is None:
-                raise ModuleNotFoundError(
-                    f"SpeechCommandsDataModule needs {package}: pip install 'dg-lightning[audio]'"
-                )
+        if find_spec("torchaudio") is None:
+            raise ModuleNotFoundError(
+                "SpeechCommandsDataModule needs torchaudio: pip install 'dg-lightning[audio]'"
+            )
         super().__init__(batch_size, eval_batch_size, **options)
         if not isinstance(silence, str) and not 0 <= silence < 1:
             raise ValueError(f"`silence` must be a share in [0, 1) or 'paper', got {silence}.")
@@ -107,12 +106,14 @@ class SpeechCommandsDataModule(BaseDataModule):
     @override
     def settings(self) -> Mapping[str, Any]:
         names = ("front_end", "silence", "unknown", "on_mismatch", "split_seed", "_augmented")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, "noisy": self.noise_volume > 0}
 
     @override
     def decode(self, save: Save) -> None:
-        noise = [self._read(path) for path in files_in(self.folder / "_background_noise_", ".wav")]
-        if (self.silence or self.noise_volume) and sum(map(len, noise)) < 2 * RATE:
+        wanted = bool(self.silence or self.noise_volume)
+        recordings = files_in(self.folder / "_background_noise_", ".wav") if wanted else []
+        noise = [self._read(path) for path in recordings]
+        if wanted and sum(map(len, noise)) < 2 * RATE:
             raise FileNotFoundError(
                 f"{self.folder}/_background_noise_ must hold WAV files of at least 2 s: get the "
                 "whole dataset, or set `silence` and `noise_volume` to 0."
@@ -140,8 +141,10 @@ class SpeechCommandsDataModule(BaseDataModule):
         return read_wave(path, self.on_mismatch)
 
     def _read_second(self, path: str) -> NDArray[np.int16]:
+        second = np.zeros(RATE, np.int16)
         wave = self._read(path)[:RATE]
-        return np.pad(wave, (0, RATE - len(wave)))
+        second[: len(wave)] = wave
+        return second
 
     @override
     def split(self, tables: Tables) -> dict[str, Part]:

@@ -149,13 +149,20 @@ def test_damaged_clips_are_named_with_their_size(root: Path) -> None:
     path = folder_of(root) / "go" / "00000001_nohash_0.wav"
     whole = path.read_bytes()
     os.truncate(path, 20_000)
-    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav.*32044 bytes.*got 20000 bytes"):
+    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav.*promises 32000 .*got 19956"):
         made(root)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav is damaged.*got 0 bytes"):
+    for content in (b"", whole[:20], whole[:8] + b"JUNK" + whole[12:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"00000001_nohash_0.wav is dam.*{len(content)} byte"):
+            made(root)
+    path.write_bytes(whole[:44])
+    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav.*promises 32000 .*got 0"):
         made(root)
-    path.write_bytes(whole[:8] + b"JUNK" + whole[12:])
-    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav is damaged"):
+    soundfile.write(path, np.zeros(16_000), 16_000, subtype="FLOAT")
+    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav is damaged, or no WAV file of wh"):
+        made(root)
+    soundfile.write(path, np.zeros(16_000), 16_000, subtype="PCM_24")
+    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav must have 16-bit samples, got 24"):
         made(root)
 
 
