@@ -4,6 +4,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -61,6 +62,7 @@ class BaseDataModule(pl.LightningDataModule):
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     downloads: tuple[Download, ...] = ()
+    needs: Mapping[str, str] = {"sklearn": "scikit-learn"}  # packages, and what brings them
 
     def __init__(
         self,
@@ -73,6 +75,10 @@ class BaseDataModule(pl.LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
+        for package, source in {**BaseDataModule.needs, **self.needs}.items():
+            if find_spec(package) is None:
+                name = type(self).__name__
+                raise ModuleNotFoundError(f"{name} needs {package}: pip install {source}")
         self.batch_size = batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.split_seed = split_seed

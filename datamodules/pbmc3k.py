@@ -1,7 +1,6 @@
 """PBMC3k: blood cells by the genes that they express; any other AnnData works as well."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,6 +59,7 @@ class PBMC3kDataModule(BaseDataModule):
         **options: See `DataOptions`.
     """
 
+    needs = dict.fromkeys(("anndata", "scanpy", "skmisc", "leidenalg"), "'dg-lightning[cells]'")
     downloads = (
         Download(
             "https://cf.10xgenomics.com/samples/cell-exp/1.1.0/pbmc3k/"
@@ -84,11 +84,6 @@ class PBMC3kDataModule(BaseDataModule):
         scale: bool = False,
         **options: Unpack[DataOptions],
     ) -> None:
-        for package in ("anndata", "scanpy", "skmisc", "leidenalg"):
-            if find_spec(package) is None:
-                raise ModuleNotFoundError(
-                    f"PBMC3kDataModule needs {package}: pip install 'dg-lightning[cells]'"
-                )
         super().__init__(batch_size, eval_batch_size, **options)
         if label_file is not None and label_column is None:
             raise ValueError("`label_file` needs `label_column`, the name of its label column.")

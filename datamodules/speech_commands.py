@@ -1,10 +1,9 @@
 """Speech Commands: spoken words in twelve classes."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ class SpeechCommandsDataModule(BaseDataModule):
         **options: See `DataOptions`.
     """
 
+    needs: ClassVar = {"torchaudio": "'dg-lightning[audio]'"}
     downloads = (
         Download(
             "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
@@ -70,10 +70,6 @@ class SpeechCommandsDataModule(BaseDataModule):
         on_mismatch: Literal["convert", "refuse"] = "convert",
         **options: Unpack[DataOptions],
     ) -> None:
-        if find_spec("torchaudio") is None:
-            raise ModuleNotFoundError(
-                "SpeechCommandsDataModule needs torchaudio: pip install 'dg-lightning[audio]'"
-            )
         super().__init__(batch_size, eval_batch_size, **options)
         if not isinstance(silence, str) and not 0 <= silence < 1:
             raise ValueError(f"`silence` must be a share in [0, 1) or 'paper', got {silence}.")

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +50,7 @@ class TinyImageNetDataModule(BaseDataModule):
     """
 
     input_shape = (3, _SIZE, _SIZE)
+    needs: ClassVar = {"PIL": "'dg-lightning[vision]'"}
     downloads = (
         Download(
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
@@ -69,10 +69,6 @@ class TinyImageNetDataModule(BaseDataModule):
         statistics: Literal["imagenet", "tiny_imagenet"] = "imagenet",
         **options: Unpack[DataOptions],
     ) -> None:
-        if find_spec("PIL") is None:
-            raise ModuleNotFoundError(
-                "TinyImageNetDataModule needs Pillow: pip install 'dg-lightning[vision]'"
-            )
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
         self.augment = augment

@@ -70,12 +70,17 @@ def test_core_and_callbacks_work_with_torch_and_lightning_alone(
 
 def test_a_missing_extra_is_named_when_the_class_is_made(torch_and_lightning_alone: Path) -> None:
     out = run(
-        "from dg_lightning.datamodules import DigitsDataModule\n"
-        "try:\n    DigitsDataModule()\n"
-        "except ModuleNotFoundError as error:\n    print(error)\n",
+        "from dg_lightning import datamodules as d\n"
+        "for cls in (d.DigitsDataModule, d.SpeechCommandsDataModule):\n"
+        "    try:\n        cls()\n"
+        "    except ModuleNotFoundError as error:\n        print(error)\n"
+        "    d.BaseDataModule.needs = {}\n",
         torch_and_lightning_alone,
     )
-    assert out.strip() == "DigitsDataModule needs scikit-learn: pip install scikit-learn"
+    assert out.splitlines() == [
+        "DigitsDataModule needs sklearn: pip install scikit-learn",
+        "SpeechCommandsDataModule needs torchaudio: pip install 'dg-lightning[audio]'",
+    ]
 
 
 def test_import_loads_nothing_heavy_beyond_lightning() -> None:
@@ -85,4 +90,5 @@ def test_import_loads_nothing_heavy_beyond_lightning() -> None:
         "import dg_lightning, dg_lightning.callbacks, dg_lightning.datamodules\n"
         "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
     )
-    assert listed.split() == ["dg_lightning"]
+    ours = set(listed.split()) - sys.stdlib_module_names
+    assert ours == {"dg_lightning", "filelock"}
