@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -62,7 +62,9 @@ class BaseDataModule(pl.LightningDataModule):
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     downloads: tuple[Download, ...] = ()
-    needs: Mapping[str, str] = {"sklearn": "scikit-learn"}  # packages, and what brings them
+    needs: ClassVar[Mapping[str, str]] = {
+        "sklearn": "scikit-learn"
+    }  # packages, and what brings them
 
     def __init__(
         self,
