@@ -3,7 +3,7 @@
 import os
 import wave
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class ShiftAndNoise:
         return torch.from_numpy(waves.clip(-_FULL_SCALE, _FULL_SCALE - 1))
 
 
-def read_wave(path: str, on_mismatch: Literal["convert", "refuse"]) -> NDArray[np.int16]:
+def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
     """Read a WAV file of 16-bit samples as one channel at 16 kHz."""
     try:
         with wave.open(path) as file:

@@ -41,13 +41,22 @@ def counts_of(cells: "AnnData", layer: str | None) -> Any:
     if layer is not None and layer not in cells.layers:
         known = ", ".join(map(repr, cells.layers)) or "none"
         raise ValueError(f"`layer` must be a layer of the data ({known}), got {layer!r}.")
-    counts = csr_matrix(cells.X if layer is None else cells.layers[layer], dtype=np.float32)
+    source = cells.X if layer is None else cells.layers[layer]
+    if source is None:
+        raise ValueError("The data has no X: name a `layer` with counts.")
+    counts = csr_matrix(source, dtype=np.float32, copy=True)
+    counts.sum_duplicates()
     where = "X" if layer is None else f"layer {layer!r}"
     if not np.isfinite(counts.data).all():
         raise ValueError(f"{where} has values that are no numbers: give counts.")
     if (counts.data < 0).any():
         raise ValueError(
             f"{where} has negative values, so it is scaled already: name a `layer` with counts."
+        )
+    if (counts.data != np.floor(counts.data)).any():
+        raise ValueError(
+            f"{where} has values that are not whole, so it is no counts but normalised already: "
+            "name a `layer` with counts."
         )
     empty = np.flatnonzero(np.asarray(counts.sum(1)).ravel() == 0)
     if len(empty):
@@ -69,16 +78,34 @@ def log_normalized(cells: "AnnData", counts: Any) -> "AnnData":
     return normal
 
 
-def variable_genes(values: "AnnData", number: int) -> NDArray[np.int64]:
-    """Return the most variable genes by Seurat v3's rule, in the order of the data."""
+def variable_genes(values: "AnnData", number: int, least_cells: int = 0) -> NDArray[np.int64]:
+    """Return the most variable genes by Seurat v3's rule, in the order of the data.
+
+    Genes that fewer cells than `least_cells` express are no candidates; in few cells, many such
+    genes make the rule's regression singular.
+    """
     import scanpy
 
-    if number > values.n_vars:
-        raise ValueError(f"`genes` must be at most {values.n_vars}, got {number}.")
-    found = scanpy.pp.highly_variable_genes(
-        values, n_top_genes=number, flavor="seurat_v3", inplace=False, check_values=False
-    )
-    return np.flatnonzero(found["highly_variable"].to_numpy())
+    candidates = np.flatnonzero(values.X.getnnz(0) >= least_cells)
+    if number > len(candidates):
+        raise ValueError(
+            f"`genes` must be at most {len(candidates)}, the genes that at least {least_cells} of "
+            f"the cells express, got {number}."
+        )
+    try:
+        found = scanpy.pp.highly_variable_genes(
+            values[:, candidates].copy(),
+            n_top_genes=number,
+            flavor="seurat_v3",
+            inplace=False,
+            check_values=False,
+        )
+    except ValueError as error:  # of the regression, in its own words
+        raise ValueError(
+            f"{values.n_obs} cells are too few to tell variable genes ({error}): leave out genes "
+            "that hardly any of them expresses, as with scanpy.pp.filter_genes(cells, min_cells=3)."
+        ) from error
+    return candidates[np.flatnonzero(found["highly_variable"].to_numpy())]
 
 
 def leiden_clusters(normal: "AnnData", genes: NDArray[np.int64], smallest: int) -> NDArray[Any]:
@@ -102,7 +129,10 @@ def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
     """Return a column of `obs`, or of a CSV file with barcodes first; None where it is empty."""
     import pandas as pd
 
-    table = cells.obs if file is None else pd.read_csv(file, index_col=0)
+    if file is None:
+        table = cells.obs
+    else:  # labels are names, even where they look like numbers or like missing values
+        table = pd.read_csv(file, index_col=0, dtype=str, keep_default_na=False, na_values=[""])
     if column not in table.columns:
         known = ", ".join(map(str, table.columns)) or "none there"
         raise ValueError(
@@ -118,5 +148,7 @@ def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
         )
     values = table[column].reindex(cells.obs_names)
     names: NDArray[Any] = values.astype(str).to_numpy(dtype=object)
-    names[values.isna().to_numpy()] = None
+    names[values.isna().to_numpy() | (names == "nan")] = None  # an empty value made a string
+    if not any(name is not None for name in names):
+        raise ValueError(f"No cell has a label in column {column!r}: name another.")
     return names

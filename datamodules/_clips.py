@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from ._audio import RATE
@@ -22,7 +23,7 @@ Wave = NDArray[np.int16]
 
 
 def clips_of_parts(
-    folder: Path, unknown_label: int, unknown: Literal["all", "subsampled"], seed: int
+    folder: Path, unknown_label: int, unknown: str, seed: int
 ) -> dict[str, dict[str, int]]:
     """Return the files of every part with their labels, by the official lists."""
     listed = {
@@ -34,7 +35,12 @@ def clips_of_parts(
     for word in sorted(path.name for path in folder.glob("[!_.]*/") if path.is_dir()):
         label = WORDS.index(word) if word in WORDS else unknown_label
         for clip in files_in(folder / word, ".wav"):
-            parts[listed.get(clip, "train")][clip] = label
+            parts[listed.pop(clip, "train")][clip] = label
+    if listed:
+        rank_zero_warn(
+            f"{len(listed)} clips that the lists in {folder} name are not there: this is a subset, "
+            "or not completely unpacked."
+        )
     if unknown == "subsampled":
         for clips in parts.values():
             _subsample(clips, unknown_label, seed)

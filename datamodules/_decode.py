@@ -15,7 +15,8 @@ def files_in(folder: Path, ending: str) -> list[str]:
     """Return the files of a folder with this ending, sorted; none if there is no folder."""
     if not folder.is_dir():
         return []
-    return [f"{folder}/{name}" for name in sorted(os.listdir(folder)) if name.endswith(ending)]
+    names = sorted(name for name in os.listdir(folder) if name.endswith(ending))
+    return [f"{folder}/{name}" for name in names if not name.startswith(".")]
 
 
 def in_chunks(

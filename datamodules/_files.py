@@ -1,9 +1,8 @@
-"""Files of a dataset: what is missing, how it is downloaded, checked and unpacked."""
+"""Files of a dataset: how they are downloaded, checked and unpacked."""
 
 import hashlib
-import os
+import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.request import urlopen
 
+from filelock import FileLock
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 __all__ = ["Download", "DownloadError", "check_digest", "fetch", "unpack"]
@@ -40,7 +40,9 @@ class Download:
     folder: str | None = None
 
 
-def check_digest(file: BinaryIO, digest: str, name: object) -> None:
+def check_digest(
+    file: BinaryIO, digest: str, name: object, way_out: str = "delete it and get it again"
+) -> None:
     """Refuse a file whose content is not the published one."""
     algorithm, _, expected = digest.partition(":")
     found = hashlib.new(algorithm)
@@ -49,7 +51,7 @@ def check_digest(file: BinaryIO, digest: str, name: object) -> None:
     if found.hexdigest() != expected:
         raise ValueError(
             f"{name} is damaged: its {algorithm} should be {expected}, got {found.hexdigest()}; "
-            "delete it and get it again."
+            f"{way_out}."
         )
 
 
@@ -57,23 +59,26 @@ def fetch(download: Download, root: Path) -> None:
     """Put a file or an unpacked archive under the root: all of it, checked, or nothing."""
     target = root / download.target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that a rename is enough; removed whatever happens.
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
-        got = Path(scratch) / PurePosixPath(download.url).name
-        rank_zero_info(f"Downloading {download.url}")
-        with got.open("wb") as file:
-            file.writelines(_chunks_of(download.url))
-        with got.open("rb") as file:
-            check_digest(file, download.digest, download.url)
-        if download.folder is not None:
-            unpacked = Path(scratch) / "unpacked"
-            unpack(got, unpacked)
-            got = unpacked / download.folder
+    # Beside the target, so that a rename is enough. Ours alone, because we hold the lock.
+    scratch = target.with_name(f".{target.name}.download")
+    with FileLock(root / ".download.lock"):
+        if target.exists():  # another process was faster
+            return
+        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+        scratch.mkdir()
         try:
-            os.replace(got, target)
-        except OSError:
-            if not target.exists():  # else another process was faster
-                raise
+            got = scratch / PurePosixPath(download.url).name
+            rank_zero_info(f"Downloading {download.url}")
+            with got.open("wb") as file:
+                file.writelines(_chunks_of(download.url))
+            with got.open("rb") as file:
+                check_digest(file, download.digest, download.url, "try again later")
+            if download.folder is not None:
+                unpack(got, scratch / "unpacked")
+                got = scratch / "unpacked" / download.folder
+            got.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _chunks_of(url: str) -> Iterator[bytes]:

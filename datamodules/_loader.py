@@ -1,17 +1,19 @@
 """The loader of all DataModules: an epoch of whole batches that can be left and taken up again."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from ._part import Batch, Indices, Part
 
-__all__ = ["BatchLoader"]
+__all__ = ["BatchLoader", "place_in_process_group"]
 
 Job = tuple[Indices, int, int]  # which samples, seed, epoch
 
@@ -24,9 +26,9 @@ class BatchLoader:
     last two may be smaller, and no sample is repeated to get there (unless a batch is one sample).
 
     It is no torch `DataLoader`, so that Lightning does not put a sampler of its own in its place,
-    which repeats samples to make ranks even. `state_dict` says how many samples were handed out;
-    Lightning saves it, and a resumed epoch goes on behind them, also with another number of ranks
-    or another batch size.
+    which repeats samples to make ranks even. `state_dict` says how many samples were trained on;
+    Lightning saves it, and a resumed epoch goes on behind them, also when another number of ranks
+    shares batches of the same size.
 
     Without a Trainer, every complete pass is followed by the next epoch's.
 
@@ -34,8 +36,9 @@ class BatchLoader:
         part: The samples.
         batch_size: Samples in a batch of this rank.
         shuffle: Whether an epoch has an order of its own.
-        rank: Which of the ranks this is.
-        world_size: How many ranks there are.
+        place: Tells which of how many ranks this is; asked when it is needed, because ranks may
+            not exist yet. Torch's process group if None.
+        is_at_work: Tells whether the last batch is still being trained on.
         num_workers: Processes that cut batches.
         pin_memory: Whether batches are put into page-locked memory.
     """
@@ -45,21 +48,22 @@ class BatchLoader:
         part: Part,
         batch_size: int,
         shuffle: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
+        place: Callable[[], tuple[int, int]] | None = None,
+        is_at_work: Callable[[], bool] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.part = part
         self.batch_size = batch_size
         self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
+        self.place = place or place_in_process_group
+        self.is_at_work = is_at_work
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # set by seed_everything
         self.epoch = 0
-        self._seen = 0  # samples of this epoch that all ranks have handed out
+        # Samples of this epoch that all ranks have handed out: before the last batch, and with it.
+        self._handed_out = (0, 0)
         self._resume_behind = 0
-        self._jobs: list[Job] = []  # of the pass under way
+        self._jobs = _Jobs()
         self._workers: DataLoader[Batch] = DataLoader(
             _Cutter(part),
             batch_size=None,
@@ -75,51 +79,98 @@ class BatchLoader:
         """Where Lightning looks for `set_epoch`; of a `sampler` it would expect more."""
         return SimpleNamespace(sampler=self)
 
+    @property
+    def _iterator(self) -> Any:
+        """Where Lightning looks for worker processes, to end them with the run."""
+        return self._workers._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: None) -> None:
+        self._workers._iterator = iterator
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order and the augmentation of an epoch."""
         if epoch != self.epoch:
-            self.epoch, self._resume_behind = epoch, 0
+            self.epoch, self._resume_behind, self._handed_out = epoch, 0, (0, 0)
 
     def __len__(self) -> int:
         return len(self._ends(len(self.part)))
 
     def _ends(self, samples: int) -> list[int]:
         """Return where the batches of all ranks together end."""
-        size = self.batch_size * self.world_size
+        _, world_size = self.place()
+        size = self.batch_size * world_size
         ends = [*range(size, samples, size), samples]
         if len(ends) > 1 and self.batch_size > 1:
             # A rank without a last batch would leave the others waiting for ever.
-            ends[-2] = min(ends[-2], samples - self.world_size)
+            ends[-2] = min(ends[-2], samples - world_size)
         return ends
 
     def batches(self, behind: int = 0) -> list[Indices]:
         """Return the samples of every batch of this rank, behind those that were seen."""
+        rank, world_size = self.place()
         order = np.arange(len(self.part))
         if self.shuffle:
             order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
         of_all_ranks = np.split(order[behind:], self._ends(len(order) - behind)[:-1])
         # Fewer samples than ranks, which is rare, are repeated.
-        enough = (np.resize(b, max(len(b), self.world_size)) for b in of_all_ranks if len(b))
-        return [batch[self.rank :: self.world_size] for batch in enough]
+        enough = (np.resize(b, max(len(b), world_size)) for b in of_all_ranks if len(b))
+        return [batch[rank::world_size] for batch in enough]
 
     # Runs at the first `next`: Lightning makes the iterator before it tells the epoch.
     def __iter__(self) -> Iterator[Batch]:
         behind, self._resume_behind = self._resume_behind, 0
-        self._seen = behind
-        self._jobs[:] = [(batch, self.seed, self.epoch) for batch in self.batches(behind)]
+        self._handed_out = (behind, behind)
+        self._jobs.jobs = [(batch, self.seed, self.epoch) for batch in self.batches(behind)]
         for batch, end in zip(self._workers, self._ends(len(self.part) - behind), strict=False):
-            self._seen = behind + end
+            self._handed_out = (self._handed_out[1], behind + end)
             yield batch
-        self.epoch, self._seen = self.epoch + 1, 0
+        self.epoch, self._handed_out = self.epoch + 1, (0, 0)
 
     def state_dict(self) -> dict[str, int]:
         """Return where in which epoch this is; the same on every rank."""
-        return {"seed": self.seed, "epoch": self.epoch, "samples_seen": self._seen}
+        # A batch that a run was interrupted in is trained on again.
+        unfinished = self.is_at_work is not None and self.is_at_work()
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "samples_seen": self._handed_out[0 if unfinished else 1],
+            "samples_a_step": self.batch_size * self.place()[1],
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind the samples that were seen, in the order of the run that saw them."""
+        size, saved = self.batch_size * self.place()[1], state["samples_a_step"]
+        if size != saved and 0 < state["samples_seen"] < len(self.part):
+            raise ValueError(  # Lightning would count the rest of the epoch wrongly
+                f"This checkpoint is from the middle of an epoch of batches of {saved} samples on "
+                f"all ranks together, got {size}: resume it with the same `batch_size` x ranks, or "
+                "take a checkpoint from the end of an epoch."
+            )
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._seen = self._resume_behind = state["samples_seen"]
+        self._resume_behind = state["samples_seen"]
+        self._handed_out = (self._resume_behind, self._resume_behind)
+
+
+def place_in_process_group() -> tuple[int, int]:
+    """Return which of how many processes this is."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+class _Jobs(Sampler[Job]):
+    """The batches of the pass that starts next; passes under way keep theirs."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    @override
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+    def __len__(self) -> int:
+        return len(self.jobs)
 
 
 class _Cutter(Dataset[Batch]):

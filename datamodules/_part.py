@@ -94,7 +94,7 @@ class Normalize:
 
 
 class CropFlip:
-    """Shifts every image by up to `padding` pixels, and mirrors every other one.
+    """Shifts every image by up to `padding` pixels, and mirrors each with a probability of 1/2.
 
     The same as torchvision's `RandomCrop(size, padding)` and `RandomHorizontalFlip()` on bytes, for
     a whole batch at once.
@@ -132,6 +132,8 @@ def stratified_split(
     """Split samples in two, with a share of every class in the second part."""
     from sklearn.model_selection import train_test_split  # half a second to import
 
+    if not 0 < share < 1:
+        raise ValueError(f"`val_share` must be above 0 and below 1, got {share}.")
     of = labels[torch.from_numpy(indices)].numpy()
     counts = np.bincount(of, minlength=len(class_names))
     for name, count in zip(class_names, counts, strict=True):
@@ -151,7 +153,7 @@ def stratified_split(
         if not present.all():
             name = class_names[int(present.argmin())]
             raise ValueError(
-                f"Class {name!r} has {counts[present.argmin()]} samples, too few to be in both "
-                f"parts of a split by {share}: choose a share nearer to 0.5, or merge the class."
+                f"Class {name!r} has {counts[present.argmin()]} of the {len(of)} samples to split, "
+                f"too few for a share of {share}: give it more, or merge it with another."
             )
     return first, second

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from filelock import FileLock
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from filelock import FileLock, Timeout
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,7 +40,7 @@ Decode = Callable[[Save], None]
 
 
 class ArrayTable:
-    """Rows of an array, in memory or in a file that is mapped when it is first read.
+    """Rows of an array, in memory or in a file that is mapped.
 
     Pickled for a worker process, a file's table is its path, not its data.
     """
@@ -135,7 +135,11 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
         with _writing(entry):
             folder.mkdir(parents=True, exist_ok=True)
             lock = FileLock(f"{entry}.lock")
-            lock.acquire()
+            try:
+                lock.acquire(timeout=2)
+            except Timeout:
+                rank_zero_info(f"Waiting for another process that decodes {name}")
+                lock.acquire()
         try:
             if _read(entry) is None:  # another process may have made it meanwhile
                 _make(entry, decode)
@@ -184,8 +188,8 @@ class _DiskSave:
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
         with _writing(self.folder):
             file = (self.folder / name).open("xb")
-        with file:
-            rows, dtype, shape = 0, "", ()
+        rows, dtype, shape = 0, "", ()
+        try:
             for chunk in chunks:
                 rows, dtype, shape = rows + len(chunk), chunk.dtype.str, chunk.shape[1:]
                 with _writing(self.folder):
@@ -193,6 +197,10 @@ class _DiskSave:
             with _writing(self.folder):
                 file.flush()
                 os.fsync(file.fileno())
+        finally:
+            with _writing(self.folder):  # what is still buffered may not fit either
+                file.close()
+        _require_rows(rows, name)
         self.arrays[name] = {"dtype": dtype, "shape": [rows, *shape]}
 
     def facts(self, **facts: Any) -> None:
@@ -213,10 +221,17 @@ class _MemorySave:
         self.all_facts: dict[str, Any] = {}
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        self.arrays[name] = ArrayTable(np.concatenate(list(chunks)))
+        kept = list(chunks)
+        _require_rows(sum(map(len, kept)), name)
+        self.arrays[name] = ArrayTable(np.concatenate(kept))
 
     def facts(self, **facts: Any) -> None:
         self.all_facts.update(facts)
+
+
+def _require_rows(rows: int, name: str) -> None:
+    if not rows:
+        raise ValueError(f"The dataset has nothing for {name!r}: it is not complete.")
 
 
 def _make(entry: Path, decode: Decode) -> None:
@@ -241,13 +256,14 @@ def _read(entry: Path) -> Tables | None:
     """Return a complete entry, or None."""
     try:
         contents = json.loads((entry / "contents.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        arrays = {}
+        for name, array in contents["arrays"].items():
+            path = entry / name
+            size = np.dtype(array["dtype"]).itemsize * int(np.prod(array["shape"]))
+            if path.stat().st_size != size:
+                return None
+            arrays[name] = ArrayTable(file=(path, array["dtype"], array["shape"]))
+            _ = arrays[name].array  # mapped now, it can be read even if it is deleted later
+        return Tables(arrays, contents["facts"])
+    except (OSError, ValueError, KeyError, TypeError):  # not there, damaged, or another user's
         return None
-    arrays = {}
-    for name, array in contents["arrays"].items():
-        path = entry / name
-        size = np.dtype(array["dtype"]).itemsize * int(np.prod(array["shape"]))
-        if not path.exists() or path.stat().st_size != size:
-            return None
-        arrays[name] = ArrayTable(file=(path, array["dtype"], array["shape"]))
-    return Tables(arrays, contents["facts"])

@@ -3,44 +3,23 @@
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ._files import Download, DownloadError, fetch
-from ._loader import BatchLoader
-from ._part import Augmentation, Batch, Normalize, Part, stratified_split
+from ._loader import BatchLoader, place_in_process_group
+from ._part import Batch, Part
 from ._tables import Save, Tables, cached_tables, tables_in_memory
 
-__all__ = ["BaseDataModule", "DataOptions"]
-
-
-class DataOptions(TypedDict, total=False):
-    """What every DataModule can be told.
-
-    Args:
-        root: Folder of the datasets; the environment variable DG_DATA or `data` if None.
-        cache_dir: Folder of decoded data; DG_CACHE or `.dg_cache` in the root if None.
-        split_seed: Seed of what is drawn once: the split, and samples that are left out or made.
-        num_workers: Processes that cut batches. They are decoded and in memory: 0 is mostly best.
-        pin_memory: Whether batches are put into page-locked memory.
-    """
-
-    root: str | None
-    cache_dir: str | None
-    split_seed: int
-    num_workers: int
-    pin_memory: bool
+__all__ = ["BaseDataModule", "one_of"]
 
 
 class BaseDataModule(pl.LightningDataModule):
@@ -52,19 +31,18 @@ class BaseDataModule(pl.LightningDataModule):
     Args:
         batch_size: Samples in a training batch, on every rank.
         eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        root: See `DataOptions`, as for the others.
-        cache_dir: See there.
-        split_seed: See there.
-        num_workers: See there.
-        pin_memory: See there.
+        root: Folder of the datasets; the environment variable DG_DATA or `data` if None.
+        cache_dir: Folder of decoded data; DG_CACHE or `.dg_cache` in the root if None.
+        split_seed: Seed of the split, and of what else is drawn once, such as clips of silence.
+        num_workers: Processes that cut batches. Samples are decoded already, so 0 is mostly best.
+        pin_memory: Whether batches are put into page-locked memory.
     """
 
     input_shape: tuple[int, ...]
     class_names: tuple[str, ...]
     downloads: tuple[Download, ...] = ()
-    needs: ClassVar[Mapping[str, str]] = {
-        "sklearn": "scikit-learn"
-    }  # packages, and what brings them
+    # Packages, and what brings them.
+    needs: ClassVar[Mapping[str, str]] = {"sklearn": "scikit-learn"}
 
     def __init__(
         self,
@@ -82,16 +60,20 @@ class BaseDataModule(pl.LightningDataModule):
                 name = type(self).__name__
                 raise ModuleNotFoundError(f"{name} needs {package}: pip install {source}")
         self.batch_size = batch_size
-        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
-        self.split_seed = split_seed
+        self.eval_batch_size = eval_batch_size
+        self.split_seed = int(split_seed)
         self.num_workers = num_workers
         least = {"batch_size": 1, "eval_batch_size": 1, "split_seed": 0, "num_workers": 0}
         for name, smallest in least.items():
-            if (value := getattr(self, name)) < smallest:
+            if (value := getattr(self, name)) is not None and value < smallest:
                 raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
+        if self.split_seed >= 2**32:
+            raise ValueError(f"`split_seed` must be below 2**32, got {self.split_seed}.")
         self.pin_memory = pin_memory
-        self.root = Path(root or os.environ.get("DG_DATA") or "data")
-        self.cache_dir = Path(cache_dir or os.environ.get("DG_CACHE") or self.root / ".dg_cache")
+        self.root = Path(root or os.environ.get("DG_DATA") or "data").absolute()
+        cache = cache_dir or os.environ.get("DG_CACHE") or self.root / ".dg_cache"
+        self.cache_dir = Path(cache).absolute()
+        self._opened: Tables | None = None
         self._parts: dict[str, Part] = {}
 
     # What a dataset's class says.
@@ -112,98 +94,94 @@ class BaseDataModule(pl.LightningDataModule):
     def split(self, tables: Tables) -> dict[str, Part]:
         """Return the parts `train`, `val` and `test`."""
 
-    def image_parts(
-        self,
-        tables: Tables,
-        val_share: float,
-        normalize: Normalize,
-        augmentation: Augmentation | None = None,
-    ) -> dict[str, Part]:
-        """Return parts of images whose validation samples are taken off the training ones."""
-        images, labels = tables["train_images"], tables.labels("train_labels")
-        test_images, test_labels = tables["test_images"], tables.labels("test_labels")
-        train, val = stratified_split(
-            np.arange(len(labels)), labels, val_share, self.split_seed, self.class_names
-        )
-        return {
-            "train": Part(images, train, labels[train], normalize, augmentation),
-            "val": Part(images, val, labels[val], normalize),
-            "test": Part(test_images, np.arange(len(test_labels)), test_labels, normalize),
-        }
-
     # What follows from it.
 
     @override
     def prepare_data(self) -> None:
-        for download in self._wanted():
+        _, missing = self._look_for_sources()
+        for download in self._bringing(missing):
+            if download.folder and (self.root / download.target).exists():
+                why = "; remove that folder, for it is incomplete"
+                raise self._lacking(missing, why)
             try:
                 fetch(download, self.root)
             except DownloadError as error:
-                raise self._lacking(f", and the download failed ({error})") from error
+                raise self._lacking(missing, f"; the download failed ({error})") from error
             except OSError as error:
-                raise self._lacking(f", and cannot be written there ({error.strerror})") from error
+                why = f"; it cannot be written there ({error.strerror})"
+                raise self._lacking(missing, why) from error
         self._tables()
 
     def _look_for_sources(self) -> tuple[list[Any], list[Path]]:
-        """Return names, sizes and times of the files that are there, and those that are not."""
+        """Return what identifies the files that are there, and those that are not."""
         there: list[Any] = []
         missing = []
         for path in self.sources():
             try:
                 found = os.stat(path)
                 name = str(path).removeprefix(str(self.root))  # a root may be moved
-                there.append((name, found.st_size, found.st_mtime_ns))
+                # The last one changes with the content, whatever the others are set to.
+                there.append((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
             except (FileNotFoundError, NotADirectoryError):
                 missing.append(Path(path))
         return there, missing
 
-    def _wanted(self) -> list[Download]:
+    def _bringing(self, missing: Sequence[Path]) -> list[Download]:
         """Return the downloads that bring missing files."""
-        _, missing = self._look_for_sources()
         targets = {d: self.root / d.target for d in self.downloads}
         return [d for d in targets if any(p.is_relative_to(targets[d]) for p in missing)]
 
-    def _lacking(self, why: str = "") -> FileNotFoundError:
+    def _lacking(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
         """Return the error that says what is missing, where it belongs and how to get it."""
-        _, missing = self._look_for_sources()
-        names = ", ".join(path.name for path in missing[:4]) + ", ..." * (len(missing) > 4)
-        urls = ", ".join(download.url for download in self._wanted())
-        return FileNotFoundError(
-            f"{type(self).__name__} misses {names} in {missing[0].parent}{why}: get "
-            f"{urls or 'them'}, or point `root` or DG_DATA to the folder that holds the dataset."
-        )
+        paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
+        ways = ["name a file that is there"]
+        if downloads := self._bringing(missing):
+            unpacked = {
+                d: f" and unpack it to {self.root / d.target}" for d in downloads if d.folder
+            }
+            ways = [f"get {d.url}{unpacked.get(d, '')}" for d in downloads]
+            ways += ["or point `root` or DG_DATA to the folder that holds the dataset"]
+        return FileNotFoundError(f"{type(self).__name__} misses {paths}{why}: {', '.join(ways)}.")
 
     def _tables(self) -> Tables:
-        files, missing = self._look_for_sources()
-        if missing:
-            raise self._lacking()
-        if not files:  # what ships with a library is not kept again
-            return tables_in_memory(self.decode)
-        name = type(self).__name__.removesuffix("DataModule")
-        return cached_tables(self.cache_dir, name, [files, self.settings()], self.decode)
+        if self._opened is None:
+            files, missing = self._look_for_sources()
+            if missing:
+                raise self._lacking(missing)
+            if files:
+                name = type(self).__name__.removesuffix("DataModule")
+                origin = [files, self.settings()]
+                self._opened = cached_tables(self.cache_dir, name, origin, self.decode)
+            else:  # what ships with a library, or is in memory, is not kept again
+                self._opened = tables_in_memory(self.decode)
+        return self._opened
 
     @override
     def setup(self, stage: str) -> None:
         if self._parts:
             return
-        tables = self._tables()
-        self.facts = tables.facts
-        self._parts = self.split(tables)
+        parts = self.split(self._tables())
         if self.num_classes < 2:
             raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
-        for part, counts in self.class_counts().items():
-            if empty := [name for name, count in counts.items() if not count]:
-                raise ValueError(f"Class {empty[0]!r} has no samples in the {part} part.")
-        sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
+        for name, part in parts.items():
+            if not (counts := self._counts(part)).all():
+                empty = self.class_names[int(counts.argmin())]
+                raise ValueError(
+                    f"Class {empty!r} has no samples in the {name} part: the dataset is "
+                    "incomplete, or its labels are wrong."
+                )
+        self._parts = parts
+        sizes = ", ".join(f"{name} {len(part):,}" for name, part in parts.items())
         rank_zero_info(
             f"{type(self).__name__}: {sizes} samples of {self.num_classes} classes; always saying "
             f"the most frequent one is right in {self.majority_rate():.1%} of the test part."
         )
 
-    @cached_property
+    @property
     def facts(self) -> dict[str, Any]:
         """What only the files know, such as class names; they are fetched if need be."""
-        self.prepare_data()
+        if self._opened is None:
+            self.prepare_data()
         return self._tables().facts
 
     @property
@@ -211,11 +189,17 @@ class BaseDataModule(pl.LightningDataModule):
         """How many classes there are."""
         return len(self.class_names)
 
+    def part(self, name: str) -> Part:
+        """Return the samples of `train`, `val` or `test`."""
+        if not self._parts:
+            raise RuntimeError(f"{type(self).__name__}.setup('fit') must be called first.")
+        return self._parts[one_of("part", name, *self._parts)]
+
     def class_counts(self) -> dict[str, dict[str, int]]:
         """Return the samples of every class in every part."""
         return {
-            name: dict(zip(self.class_names, self._counts(part).tolist(), strict=True))
-            for name, part in self._parts.items()
+            name: dict(zip(self.class_names, self._counts(self.part(name)).tolist(), strict=True))
+            for name in ("train", "val", "test")
         }
 
     def _counts(self, part: Part) -> Tensor:
@@ -223,66 +207,77 @@ class BaseDataModule(pl.LightningDataModule):
 
     def majority_rate(self, part: str = "test") -> float:
         """Return the accuracy of always saying the most frequent class of the training samples."""
-        most = int(self._counts(self._parts["train"]).argmax())
-        return float((self._parts[part].labels == most).float().mean())
+        most = int(self._counts(self.part("train")).argmax())
+        return float((self.part(part).labels == most).float().mean())
 
     @property
     def class_weights(self) -> Tensor:
         """Weights that give every class of the training samples the same total weight."""
-        part = self._parts["train"]
+        part = self.part("train")
         return len(part) / (self.num_classes * self._counts(part))
 
     @override
     def train_dataloader(self) -> BatchLoader:
         overfitting = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same batches always
-        return self._loader("train", self.batch_size, shuffle=not overfitting)
+        return self._loader("train", shuffle=not overfitting)
 
     @override
     def val_dataloader(self) -> BatchLoader:
-        return self._loader("val", self.eval_batch_size)
+        return self._loader("val")
 
     @override
     def test_dataloader(self) -> BatchLoader:
-        return self._loader("test", self.eval_batch_size)
+        return self._loader("test")
 
     @override
     def predict_dataloader(self) -> DataLoader[Batch]:
         # A plain one, which Lightning can ask for the indices of the samples it predicts.
         return DataLoader(
             self.part_to_predict(),
-            batch_size=self.eval_batch_size,
+            batch_size=self.eval_batch_size or self.batch_size,
             collate_fn=_whole,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # no seed for workers is drawn from the run's
         )
 
     def part_to_predict(self) -> Part:
         """Return the samples of `predict`, in the order of the dataset."""
-        return self._parts["test"]
+        return self.part("test")
 
-    def _loader(self, part: str, batch_size: int, shuffle: bool = False) -> BatchLoader:
-        if not self._parts:
-            raise RuntimeError(f"{type(self).__name__}.setup('fit') comes before its loaders.")
-        rank, world_size = self._place()
+    def _loader(self, part: str, shuffle: bool = False) -> BatchLoader:
+        training = part == "train"
         return BatchLoader(
-            self._parts[part],
-            batch_size,
+            self.part(part),
+            self.batch_size if training else self.eval_batch_size or self.batch_size,
             shuffle=shuffle,
-            rank=rank,
-            world_size=world_size,
+            place=self._place,
+            is_at_work=self._is_at_work if training else None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
 
     def _place(self) -> tuple[int, int]:
         """Return which of how many processes that share the samples this is."""
-        if self.trainer is not None:
-            # Ranks that hold parts of one model see the same samples: strategies know which.
-            of = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            return int(of["rank"]), int(of["num_replicas"])
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
-        return 0, 1
+        if self.trainer is None:
+            return place_in_process_group()
+        # Ranks that hold parts of one model see the same samples: strategies know which.
+        of = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return int(of["rank"]), int(of["num_replicas"])
+
+    def _is_at_work(self) -> bool:
+        """Return whether the Trainer has a batch that it has not finished training on."""
+        if self.trainer is None:
+            return False
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(progress.ready > progress.processed)
+
+
+def one_of(name: str, value: str, *choices: str) -> str:
+    """Return a setting that has one of these values; the command line checks that already."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
+    return value
 
 
 def _whole(batch: Any) -> Any:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._files import Download, check_digest
+from ._images import image_parts
 from ._part import CropFlip, Normalize, Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule, one_of
 
 __all__ = ["CIFAR10DataModule"]
 
@@ -43,8 +44,9 @@ class CIFAR10DataModule(BaseDataModule):
         batch_size: Samples in a training batch.
         eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
         val_share: Share of the training images that are for validation.
-        augment: `crop_flip` shifts every training image by up to 4 pixels, and mirrors every other.
-        **options: See `DataOptions`.
+        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors half of
+            them.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     input_shape = (3, 32, 32)
@@ -75,11 +77,11 @@ class CIFAR10DataModule(BaseDataModule):
         eval_batch_size: int | None = None,
         val_share: float = 0.1,
         augment: Literal["crop_flip", "none"] = "crop_flip",
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
-        self.augment = augment
+        self.augment = one_of("augment", augment, "crop_flip", "none")
 
     @override
     def sources(self) -> Sequence[Path]:
@@ -97,7 +99,9 @@ class CIFAR10DataModule(BaseDataModule):
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
         augmentation = CropFlip(4) if self.augment == "crop_flip" else None
-        return self.image_parts(tables, self.val_share, normalize, augmentation)
+        return image_parts(
+            tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
+        )
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -123,8 +127,11 @@ def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.i
         raise ValueError(
             f"{path} is damaged ({error}; {len(content)} bytes, its {digest}): get it again."
         ) from error
-    if len(images) != len(labels):
-        raise ValueError(f"{path} is damaged: {len(images)} images, {len(labels)} labels.")
+    if len(images) != len(labels) or images.dtype != np.uint8:
+        raise ValueError(
+            f"{path} is damaged: {len(images)} images of {images.dtype}, {len(labels)} labels; get "
+            "it again."
+        )
     if len(images) == _PUBLISHED:  # a subset has a checksum of its own
         check_digest(io.BytesIO(content), digest, path)
     return images, labels

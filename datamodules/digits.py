@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._part import Part, stratified_split
 from ._tables import Save, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule
 
 __all__ = ["DigitsDataModule"]
 
@@ -24,7 +25,7 @@ class DigitsDataModule(BaseDataModule):
     Args:
         batch_size: Samples in a training batch.
         eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        **options: See `DataOptions`.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
 
     >>> data = DigitsDataModule(batch_size=32)
     >>> data.setup("fit")
@@ -39,7 +40,7 @@ class DigitsDataModule(BaseDataModule):
         self,
         batch_size: int = 64,
         eval_batch_size: int | None = None,
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
 

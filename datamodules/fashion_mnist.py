@@ -15,6 +15,12 @@ class FashionMNISTDataModule(MNISTDataModule):
 
     Licence: MIT. Reference: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a Novel Image Dataset
     for Benchmarking Machine Learning Algorithms", arXiv:1708.07747, 2017. 31 MB packed.
+
+    Args:
+        batch_size: Samples in a training batch.
+        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images that are for validation.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     class_names = (

@@ -5,15 +5,17 @@ import io
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._files import Download, check_digest
+from ._images import image_parts
 from ._part import Normalize, Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule
 
 __all__ = ["MNISTDataModule", "idx_downloads"]
 
@@ -48,7 +50,7 @@ class MNISTDataModule(BaseDataModule):
         batch_size: Samples in a training batch.
         eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
         val_share: Share of the training images that are for validation.
-        **options: See `DataOptions`.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     input_shape = (1, 28, 28)
@@ -78,7 +80,7 @@ class MNISTDataModule(BaseDataModule):
         batch_size: int = 128,
         eval_batch_size: int | None = 512,
         val_share: float = 0.1,
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
@@ -94,11 +96,14 @@ class MNISTDataModule(BaseDataModule):
         for (part, what), path, digest in zip(_FILES, self.sources(), self.contents, strict=True):
             published = 60_000 if part == "train" else 10_000
             array = read_idx(path, 3 if what == "images" else 1, published, f"md5:{digest}")
+            if what == "images" and array.shape[1:] != self.input_shape[1:]:
+                raise ValueError(f"{path} must have images of 28 x 28, got {array.shape[1:]}.")
             save(f"{part}_{what}", [array[:, None] if what == "images" else array])
 
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
-        return self.image_parts(tables, self.val_share, Normalize([self.mean], [self.std]))
+        normalize = Normalize([self.mean], [self.std])
+        return image_parts(tables, self.class_names, self.val_share, self.split_seed, normalize)
 
 
 def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArray[np.uint8]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._cells import (
     column_of,
@@ -21,7 +21,7 @@ from ._cells import (
 from ._files import Download
 from ._part import Part, stratified_split
 from ._tables import Save, SparseTable, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule, one_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -36,7 +36,8 @@ class PBMC3kDataModule(BaseDataModule):
 
     70 % of the cells are for training, 10 % for validation, 20 % for testing, stratified. The
     labels are clusters of the same counts that are classified, no independent truth; those of the
-    paper (Leiden) are made with all cells. The matrix stays sparse until a batch is cut.
+    paper (Leiden) are made with all cells. The matrix stays sparse until a batch is cut. `predict`
+    goes through all labelled cells, those that were trained on included: see `add_predictions`.
 
         root/pbmc3k/filtered_gene_bc_matrices/hg19/{matrix.mtx,genes.tsv,barcodes.tsv}
 
@@ -54,9 +55,9 @@ class PBMC3kDataModule(BaseDataModule):
         smallest_cluster: Leiden clusters of fewer cells are merged into one class, `rare`.
         genes: How many genes are inputs: the most variable ones.
         fit_on: Which cells choose the genes and their scale: `train` the training cells, by their
-            counts; `paper` all cells, test cells included, by log-normalised values.
+            counts; `paper` all of them, test cells included, by log-normalised values.
         scale: Whether every gene is brought to mean 0 and deviation 1.
-        **options: See `DataOptions`.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     needs = dict.fromkeys(("anndata", "scanpy", "skmisc", "leidenalg"), "'dg-lightning[cells]'")
@@ -82,7 +83,7 @@ class PBMC3kDataModule(BaseDataModule):
         genes: int = 2000,
         fit_on: Literal["train", "paper"] = "train",
         scale: bool = False,
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         if label_file is not None and label_column is None:
@@ -98,7 +99,7 @@ class PBMC3kDataModule(BaseDataModule):
         self.label_file = None if label_file is None else Path(label_file)
         self.smallest_cluster = smallest_cluster
         self.genes = genes
-        self.fit_on = fit_on
+        self.fit_on = one_of("fit_on", fit_on, "train", "paper")
         self.scale = scale
         self._cells: AnnData | None = None
 
@@ -129,11 +130,12 @@ class PBMC3kDataModule(BaseDataModule):
         if self._cells is not None:
             return ()
         labels = [] if self.label_file is None else [self.label_file]
-        if self.path.suffix == ".h5ad":
+        if self.path.suffix == ".h5ad" or self.path.is_file():
             return [self.path, *labels]
-        if packed := sorted(self.path.glob("*.gz")):  # as later versions of Cell Ranger write it
-            return [*packed, *labels]
-        return [*(self.path / n for n in ("matrix.mtx", "genes.tsv", "barcodes.tsv")), *labels]
+        names = ["matrix.mtx", "genes.tsv", "barcodes.tsv"]
+        if (self.path / "features.tsv.gz").exists():  # as later versions of Cell Ranger write it
+            names = ["matrix.mtx.gz", "features.tsv.gz", "barcodes.tsv.gz"]
+        return [*(self.path / name for name in names), *labels]
 
     @override
     def settings(self) -> Mapping[str, Any]:
@@ -151,7 +153,10 @@ class PBMC3kDataModule(BaseDataModule):
         parts = self._rows_of_parts(torch.from_numpy(labels), class_names.tolist())
         counted = normal[labelled[parts["train"]]].copy()
         counted.X = counts[labelled[parts["train"]]]
-        genes = variable_genes(normal if self.fit_on == "paper" else counted, self.genes)
+        if self.fit_on == "paper":
+            genes = variable_genes(normal, self.genes)
+        else:
+            genes = variable_genes(counted, self.genes, least_cells=3)
         matrix = normal.X[labelled][:, genes]
         save("values", [matrix.data])
         save("columns", [matrix.indices])
@@ -196,6 +201,7 @@ class PBMC3kDataModule(BaseDataModule):
 
     @override
     def part_to_predict(self) -> Part:
+        self.part("test")  # or say that setup comes first
         return self._every
 
     def add_predictions(
@@ -205,13 +211,15 @@ class PBMC3kDataModule(BaseDataModule):
 
         Args:
             cells: Cells with the barcodes of this data; it is changed in place.
-            predictions: A class for every labelled cell, or the batches that `predict` returns.
+            predictions: What `Trainer.predict` returns, batches of classes or dicts with them under
+                `prediction`; or a tensor with a class for every labelled cell.
             key: Column of `obs`; `<key>_part` says whether a cell was trained on.
         """
         import pandas as pd
 
         if not isinstance(predictions, Tensor):
-            predictions = torch.cat([batch["prediction"] for batch in predictions]).cpu()
+            batches = [b["prediction"] if isinstance(b, dict) else b for b in predictions]
+            predictions = torch.cat(batches)
         names, barcodes = np.array(self.class_names), self.facts["cells"]
         if len(predictions) != len(barcodes):
             raise ValueError(
@@ -220,7 +228,7 @@ class PBMC3kDataModule(BaseDataModule):
         parts = np.empty(len(barcodes), dtype=object)
         for name, part in self._parts.items():
             parts[part.rows] = name
-        for column, values in {key: names[predictions.numpy()], f"{key}_part": parts}.items():
+        for column, values in {key: names[predictions.cpu().numpy()], f"{key}_part": parts}.items():
             series = pd.Series(values, index=barcodes).reindex(cells.obs_names)
             cells.obs[column] = series.astype("category")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._audio import FRONT_ENDS, RATE, LogMel, ShiftAndNoise, read_wave
 from ._clips import LISTS, WORDS, clips_of_parts, silent_clips, stretch_of
@@ -16,7 +16,7 @@ from ._decode import files_in, in_chunks
 from ._files import Download
 from ._part import Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule, one_of
 
 __all__ = ["SpeechCommandsDataModule"]
 
@@ -45,7 +45,7 @@ class SpeechCommandsDataModule(BaseDataModule):
         noise_volume: Largest factor of the background noise that is added to training clips.
         on_mismatch: Whether clips at another rate or of two channels are resampled and mixed, or
             refused.
-        **options: See `DataOptions`.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     needs: ClassVar = {"torchaudio": "'dg-lightning[audio]'"}
@@ -68,22 +68,22 @@ class SpeechCommandsDataModule(BaseDataModule):
         time_shift_ms: int = 0,
         noise_volume: float = 0.0,
         on_mismatch: Literal["convert", "refuse"] = "convert",
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
-        if not isinstance(silence, str) and not 0 <= silence < 1:
+        if silence != "paper" and (isinstance(silence, str) or not 0 <= silence < 1):
             raise ValueError(f"`silence` must be a share in [0, 1) or 'paper', got {silence}.")
         if not 0 <= time_shift_ms < 1000 or noise_volume < 0:
             raise ValueError(
                 "`time_shift_ms` must be in [0, 1000) and `noise_volume` not negative, got "
                 f"{time_shift_ms} and {noise_volume}."
             )
-        self.front_end = front_end
+        self.front_end = one_of("front_end", front_end, *FRONT_ENDS)
         self.silence = silence
-        self.unknown: Literal["all", "subsampled"] = unknown
+        self.unknown = one_of("unknown", unknown, "all", "subsampled")
         self.time_shift_ms = time_shift_ms
         self.noise_volume = noise_volume
-        self.on_mismatch: Literal["convert", "refuse"] = on_mismatch
+        self.on_mismatch = one_of("on_mismatch", on_mismatch, "convert", "refuse")
         self.folder = self.root / "SpeechCommands" / "speech_commands_v0.02"
         shape = FRONT_ENDS[front_end]
         self.input_shape = (shape.mels, shape.frames)
@@ -125,7 +125,7 @@ class SpeechCommandsDataModule(BaseDataModule):
             )
             if part == "train" and self._augmented:
                 save("train_waves", waves)
-                if noise:
+                if self.noise_volume:
                     save("train_noise", stretches)
             else:
                 chunks = (features(torch.from_numpy(chunk)).numpy() for chunk in waves)

@@ -3,17 +3,18 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ._decode import files_in, in_chunks
 from ._files import Download
+from ._images import image_parts
 from ._part import CropFlip, Normalize, Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, DataOptions
+from .base import BaseDataModule, one_of
 
 __all__ = ["TinyImageNetDataModule"]
 
@@ -42,11 +43,11 @@ class TinyImageNetDataModule(BaseDataModule):
         batch_size: Samples in a training batch.
         eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
         val_share: Share of the training images that are for validation.
-        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors every other;
+        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors half of them;
             `flip` only mirrors.
         statistics: Whose mean and deviation images are normalised by: those of ImageNet, or those
             of Tiny ImageNet itself.
-        **options: See `DataOptions`.
+        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
     input_shape = (3, _SIZE, _SIZE)
@@ -67,12 +68,12 @@ class TinyImageNetDataModule(BaseDataModule):
         val_share: float = 0.1,
         augment: Literal["crop_flip", "flip", "none"] = "crop_flip",
         statistics: Literal["imagenet", "tiny_imagenet"] = "imagenet",
-        **options: Unpack[DataOptions],
+        **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
-        self.augment = augment
-        self.statistics = statistics
+        self.augment = one_of("augment", augment, *_AUGMENTATIONS)
+        self.statistics = one_of("statistics", statistics, *_STATISTICS)
         self.folder = self.root / "tiny-imagenet-200"
 
     @property
@@ -85,8 +86,9 @@ class TinyImageNetDataModule(BaseDataModule):
         lists = [self.folder / "wnids.txt", self.folder / "val" / "val_annotations.txt"]
         if not all(path.exists() for path in lists):
             return lists
+        words = [self.folder / "words.txt"] if (self.folder / "words.txt").exists() else []
         train, test = self._images()
-        return [*lists, *train, *test]
+        return [*lists, *words, *train, *test]
 
     def _images(self) -> tuple[dict[str, str], dict[str, str]]:
         """Return the training and the test images with their WordNet ids, in a fixed order."""
@@ -95,8 +97,11 @@ class TinyImageNetDataModule(BaseDataModule):
             for wnid in self._wnids()
             for path in files_in(self.folder / "train" / wnid / "images", ".JPEG")
         }
-        lines = (self.folder / "val" / "val_annotations.txt").read_text().splitlines()
-        named = sorted(line.split("\t")[:2] for line in lines if line)
+        annotations = self.folder / "val" / "val_annotations.txt"
+        lines = sorted(line for line in annotations.read_text().splitlines() if line)
+        if bad := [line for line in lines if "\t" not in line]:
+            raise ValueError(f"{annotations} is damaged: a line is {bad[0]!r}; get it again.")
+        named = (line.split("\t")[:2] for line in lines)
         return train, {f"{self.folder}/val/images/{name}": wnid for name, wnid in named}
 
     def _wnids(self) -> list[str]:
@@ -113,14 +118,17 @@ class TinyImageNetDataModule(BaseDataModule):
             save(f"{part}_images", in_chunks(list(images), read_rgb))
             save(f"{part}_labels", [np.array([wnids.index(wnid) for wnid in images.values()])])
         words = self.folder / "words.txt"
-        lines = words.read_text().splitlines() if words.exists() else []
+        lines = words.read_text(errors="replace").splitlines() if words.exists() else []
         meaning = dict(line.split("\t", 1) for line in lines if "\t" in line)
         save.facts(class_names=[meaning.get(wnid, wnid) for wnid in wnids])
 
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize(*_STATISTICS[self.statistics])
-        return self.image_parts(tables, self.val_share, normalize, _AUGMENTATIONS[self.augment])
+        augmentation = _AUGMENTATIONS[self.augment]
+        return image_parts(
+            tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
+        )
 
 
 def read_rgb(path: str) -> NDArray[np.uint8]:

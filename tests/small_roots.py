@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go", "bed", "cat")
-GENES, CELLS_A_TYPE = 2100, 45
+GENES, CELLS_A_TYPE = 3000, 45
 TYPES = ("B cells", "Monocytes", "T cells")
 
 

@@ -50,12 +50,14 @@ class WritePredictions(BasePredictionWriter):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"predictions{suffix}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["index", "prediction", "probability"])
+            names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+            writer.writerow(["index", "prediction", "probability", *(["class"] if names else [])])
             # One dataloader: its batches, each with the indices of its samples.
             for batch, indices in zip(predictions, batch_indices[0], strict=True):
                 labels = batch["prediction"].tolist()
                 chances = batch["probability"].amax(-1).tolist()
                 for index, label, chance in zip(indices, labels, chances, strict=True):
-                    writer.writerow([index, label, f"{chance:.6f}"])
+                    name = [names[label]] if names else []
+                    writer.writerow([index, label, f"{chance:.6f}", *name])
         files = "a file a process" if suffix else "predictions.csv"
         rank_zero_info(f"Predictions are in {folder}, {files}.")

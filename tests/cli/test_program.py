@@ -218,7 +218,13 @@ def test_a_dataset_that_is_not_there_is_one_line(
         main(["fit", "--config", "tiny_imagenet/baseline", f"--data.root={tmp_path}/data"])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    for part in ("misses wnids.txt, val_annotations.txt", "refused", refused.url, "DG_DATA"):
+    for part in (
+        "/tiny-imagenet-200/wnids.txt, ",
+        "refused",
+        "unpack it to",
+        refused.url,
+        "DG_DATA",
+    ):
         assert part in line
 
 

@@ -1,6 +1,5 @@
 """What every exported DataModule promises, on small roots and, under DG_DATA, on the real data."""
 
-import copy
 import json
 import os
 import pickle
@@ -55,9 +54,11 @@ def make(request: pytest.FixtureRequest, kind: str, roots: dict[str, Path]) -> M
         data: BaseDataModule = cls(
             **{"batch_size": 16, **SMALL.get(name, {}), **folders, **settings}
         )
-        before = copy.deepcopy(data.__dict__)
+        before = {k: v for k, v in vars(data).items() if k != "_opened"}
         data.prepare_data()
-        assert data.__dict__ == before  # only one process of many prepares
+        after = {k: v for k, v in vars(data).items() if k != "_opened"}
+        assert after == before  # only one process of many prepares
+        data._opened = None  # as in the others
         return data
 
     return maker
@@ -196,8 +197,28 @@ def test_prediction_goes_through_samples_in_order(make: Make) -> None:
 
 
 def test_loaders_before_setup_are_refused(make: Make) -> None:
-    with pytest.raises(RuntimeError, match=r"setup\('fit'\) comes before"):
-        make().train_dataloader()
+    data = make()
+    for use in (data.train_dataloader, data.predict_dataloader, lambda: data.class_weights):
+        with pytest.raises(RuntimeError, match=r"setup\('fit'\) must be called first"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("CIFAR10DataModule", "augment", "flip"),
+        ("TinyImageNetDataModule", "augment", "crop"),
+        ("TinyImageNetDataModule", "statistics", "cifar"),
+        ("SpeechCommandsDataModule", "front_end", "40x99"),
+        ("SpeechCommandsDataModule", "unknown", "subsample"),
+        ("SpeechCommandsDataModule", "silence", "papr"),
+        ("SpeechCommandsDataModule", "on_mismatch", "ignore"),
+        ("PBMC3kDataModule", "fit_on", "all"),
+    ],
+)
+def test_an_unknown_choice_is_refused(name: str, setting: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"`{setting}` must be .*got '?{value}"):
+        getattr(datamodules, name)(**{setting: value})
 
 
 @pytest.mark.parametrize(

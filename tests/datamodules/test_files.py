@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_roots import cifar10, idx
 
-from dg_lightning.datamodules import MNISTDataModule
+from dg_lightning.datamodules import CIFAR10DataModule, MNISTDataModule
 from dg_lightning.datamodules._files import Download, DownloadError, fetch, unpack
 
 CONTENT = b"some bytes" * 1000
@@ -68,6 +69,24 @@ def test_a_failed_download_leaves_nothing(
     with pytest.raises(error, match=reason):
         fetch(Download(address(server, path), digest, "a/file"), tmp_path)
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_what_a_killed_download_left_is_cleared_away(server: Any, tmp_path: Path) -> None:
+    (tmp_path / "a" / ".file.download").mkdir(parents=True)
+    (tmp_path / "a" / ".file.download" / "file").write_bytes(CONTENT[:10])
+    fetch(Download(address(server, "file"), md5(CONTENT), "a/file"), tmp_path)
+    assert (tmp_path / "a" / "file").read_bytes() == CONTENT
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
+
+
+def test_an_incomplete_folder_is_named_and_not_downloaded_over(tmp_path: Path) -> None:
+    cifar10(tmp_path / "cifar-10-batches-py")
+    (tmp_path / "cifar-10-batches-py" / "test_batch").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"misses .*/test_batch; remove that folder, for it"
+    ):
+        CIFAR10DataModule(root=str(tmp_path)).prepare_data()  # a download would reach for the net
+    assert len(list((tmp_path / "cifar-10-batches-py").iterdir())) == 5
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:
@@ -136,20 +155,18 @@ def test_without_a_network_one_line_says_what_is_missing(
     assert "\n" not in message
     for part in ("train-images-idx3-ubyte.gz", "MNIST/raw", offline[0].url, "DG_DATA", "Not Found"):
         assert part in message
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    with pytest.raises(FileNotFoundError, match="misses train-images"):
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".download.lock"]
+    with pytest.raises(FileNotFoundError, match=r"misses .*/MNIST/raw/train-images"):
         data.setup("fit")  # does not try to download: that is for one process
 
 
 def test_what_is_there_is_not_downloaded_again(server: Any, tmp_path: Path) -> None:
     # The server has other bytes for every file, so a download would fail its check.
-    from small_roots import idx
-
     idx(tmp_path / "MNIST" / "raw", packed=True)
     MNISTDataModule(root=str(tmp_path)).prepare_data()
 
 
 def test_a_root_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(OSError, match=r"misses .* cannot be written there .*Not a directory"):
+    with pytest.raises(OSError, match=r"misses .*; it cannot be written there \(Not a directory"):
         MNISTDataModule(root=str(tmp_path / "file")).prepare_data()

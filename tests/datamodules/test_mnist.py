@@ -70,10 +70,35 @@ def test_a_file_of_the_published_length_must_have_the_published_content(raw: Pat
         made(raw)
 
 
+def test_files_that_do_not_belong_together_are_named(raw: Path) -> None:
+    labels = raw / "t10k-labels-idx1-ubyte"
+    content = labels.read_bytes()
+    labels.write_bytes(content[:4] + (40).to_bytes(4, "big") + content[8:48])
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="test files do not belong together: 50 images, 40 lab"
+        ):
+            made(raw)
+    labels.write_bytes(content[:-1] + b"\x0b")
+    with pytest.raises(ValueError, match="label of the test files must be in 0 to 9, got 11"):
+        made(raw)
+
+
+def test_a_setup_that_failed_fails_again(raw: Path) -> None:
+    labels = raw / "t10k-labels-idx1-ubyte"
+    content = labels.read_bytes()
+    labels.write_bytes(content[:8] + content[8:].replace(b"\x03", b"\x04"))
+    data = MNISTDataModule(root=str(raw.parents[1]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Class '3' has no samples in the test part"):
+            data.setup("fit")
+
+
 def test_a_file_that_changes_is_decoded_again(raw: Path) -> None:
     before = made(raw)._parts["test"].labels
     labels = raw / "t10k-labels-idx1-ubyte"
     content = labels.read_bytes()
+    times = os.stat(labels)
     labels.write_bytes(content[:8] + content[8:][::-1])
-    os.utime(labels, (1, 1))
+    os.utime(labels, ns=(times.st_atime_ns, times.st_mtime_ns))  # it looks as before
     assert torch.equal(made(raw)._parts["test"].labels, before.flip(0))

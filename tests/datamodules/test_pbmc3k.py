@@ -68,18 +68,19 @@ def test_values_are_log_normalised_counts_of_the_chosen_genes(root: Path) -> Non
     np.testing.assert_allclose(inputs.numpy(), expected[:, chosen], rtol=1e-5)
 
 
-def variable(counts: Any, number: int) -> list[str]:
-    found = scanpy.pp.highly_variable_genes(
-        anndata.AnnData(counts), n_top_genes=number, flavor="seurat_v3", inplace=False
-    )
-    return [f"GENE{i}" for i in np.flatnonzero(found["highly_variable"])]
+def variable(counts: Any, number: int, least_cells: int = 0) -> list[str]:
+    source = anndata.AnnData(counts)
+    source.var_names = [f"GENE{i}" for i in range(GENES)]
+    scanpy.pp.filter_genes(source, min_cells=least_cells)
+    scanpy.pp.highly_variable_genes(source, n_top_genes=number, flavor="seurat_v3")
+    return list(source.var_names[source.var["highly_variable"]])
 
 
 def test_genes_are_chosen_by_training_cells_alone_or_as_in_the_paper(root: Path) -> None:
     data = labelled(root)
     counts = csr_matrix(cell_counts()[:133].astype(np.float32))
-    assert list(data.feature_names) == variable(counts[data._parts["train"].rows], 300)
-    assert list(data.feature_names) != variable(counts, 300)
+    assert list(data.feature_names) == variable(counts[data._parts["train"].rows], 300, 3)
+    assert list(data.feature_names) != variable(counts, 300, 3)
     everything = csr_matrix(cell_counts().astype(np.float32))
     total = np.asarray(everything.sum(1))
     logs = everything.multiply(1e4 / total).log1p().tocsr()
@@ -135,6 +136,57 @@ def test_any_anndata_file_with_counts_in_a_layer(tmp_path: Path) -> None:
         made(PBMC3kDataModule(layer="counts", **options))
 
 
+def test_entries_that_are_stored_twice_are_added(tmp_path: Path) -> None:
+    source = cells()
+    doubled = csr_matrix(source.X.shape, dtype=np.float32)
+    doubled.indptr = source.X.indptr * 2
+    doubled.indices = np.repeat(source.X.indices, 2)
+    doubled.data = np.stack([source.X.data, np.zeros_like(source.X.data)], 1).ravel()
+    options: dict[str, Any] = {"label_column": "kind", "genes": 300, "root": str(tmp_path)}
+    expected = made(PBMC3kDataModule.from_anndata(source, **options))
+    found = made(
+        PBMC3kDataModule.from_anndata(anndata.AnnData(doubled, source.obs, source.var), **options)
+    )
+    pair = [data.part_to_predict().__getitems__(range(135))[0] for data in (expected, found)]
+    assert torch.equal(*pair)
+
+
+def test_labels_are_names_even_if_they_look_otherwise(root: Path, tmp_path: Path) -> None:
+    names = ["None", "01", "NA"]
+    lines = [f"CELL{i:04d}-1,{names[i // CELLS_A_TYPE]}\n" for i in range(135)]
+    (tmp_path / "names.csv").write_text("barcode,type\n" + "".join(lines[:-1]) + "CELL0134-1,\n")
+    data = labelled(root, label_file=str(tmp_path / "names.csv"))
+    assert data.class_names == ("01", "NA", "None")
+    assert len(data.part_to_predict()) == 134
+
+
+def test_cells_in_memory_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    decode = PBMC3kDataModule.decode
+
+    def counting(self: PBMC3kDataModule, save: Any) -> None:
+        decoded.append(1)
+        decode(self, save)
+
+    monkeypatch.setattr(PBMC3kDataModule, "decode", counting)
+    data = PBMC3kDataModule.from_anndata(cells(), label_column="kind", genes=300)
+    assert data.num_classes == 3
+    made(data)
+    assert decoded == [1]
+
+
+def test_another_file_in_the_folder_does_not_hide_a_change(tmp_path: Path) -> None:
+    folder = tmp_path / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19"
+    pbmc3k(folder)
+    (folder / "notes.gz").write_bytes(b"")
+    before = labelled(tmp_path).part_to_predict().__getitems__(range(5))[0]
+    lines = (folder / "matrix.mtx").read_text().splitlines()
+    lines[3] = lines[3].rsplit(" ", 1)[0] + " 500"
+    (folder / "matrix.mtx").write_text("\n".join(lines) + "\n")
+    after = labelled(tmp_path).part_to_predict().__getitems__(range(5))[0]
+    assert not torch.equal(before, after)
+
+
 def test_predictions_are_written_back_to_cells_in_memory(tmp_path: Path) -> None:
     source = cells()
     source.obs.loc[source.obs_names[:3], "kind"] = None
@@ -173,7 +225,20 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
     source = cells()
     source.obs.iloc[0, 0] = "Megakaryocytes"
     refuses("class 'Megakaryocytes' has 1 of 135", source)
-    refuses("`genes` must be at most 2100, got 3000", cells(), genes=3000)
+    refuses(
+        r"`genes` must be at most \d+, the genes that at least 3 .* got 3000", cells(), genes=3000
+    )
+    source = cells()
+    scanpy.pp.log1p(source)
+    refuses("values that are not whole, so it is no counts", source)
+    source = cells()
+    source.obs["kind"] = [None] * len(source)
+    refuses("No cell has a label in column 'kind'", source)
+    source = cells()
+    source.obs["kind"] = source.obs["kind"].where(source.obs["kind"] != "T cells").astype(str)
+    assert (
+        made(PBMC3kDataModule.from_anndata(source, label_column="kind", genes=99)).num_classes == 2
+    )
     with pytest.raises(ValueError, match=r"column of .*labels.csv \(type\), got 'louvain'"):
         labelled(root, label_column="louvain")
     with pytest.raises(ValueError, match="`label_file` needs `label_column`"):

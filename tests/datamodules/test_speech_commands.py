@@ -166,6 +166,21 @@ def test_damaged_clips_are_named_with_their_size(root: Path) -> None:
         made(root)
 
 
+def test_noise_is_there_when_it_is_wanted_later(root: Path) -> None:
+    parts = [
+        made(root, silence=0, time_shift_ms=1, noise_volume=volume)._parts["train"]
+        for volume in (0.0, 5.0)
+    ]
+    quiet, loud = (part.__getitems__(range(len(part)))[0] for part in parts)
+    assert (quiet - loud).abs().mean() > 0.1
+
+
+def test_clips_that_are_listed_but_not_there_are_counted(root: Path) -> None:
+    (folder_of(root) / "yes" / "00000000_nohash_0.wav").unlink()
+    with pytest.warns(UserWarning, match="1 clips that the lists .* name are not there"):
+        made(root)
+
+
 def test_no_noise_no_silence(root: Path) -> None:
     for path in (folder_of(root) / "_background_noise_").glob("*.wav"):
         path.unlink()

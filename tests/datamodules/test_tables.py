@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,15 @@ import pytest
 import torch
 from scipy.sparse import random as random_sparse
 
-from dg_lightning.datamodules._tables import ArrayTable, Save, SparseTable, cached_tables
+from dg_lightning.datamodules._tables import (
+    ArrayTable,
+    Save,
+    SparseTable,
+    cached_tables,
+    tables_in_memory,
+)
 
-# Decodes eight chunks, half a second each; says so in a file when it begins a chunk.
+# Decodes eight chunks, a tenth of a second each; says so in a file when it begins one.
 SLOW = """
 import sys, time
 from pathlib import Path
@@ -95,16 +102,16 @@ def test_a_table_of_a_file_pickles_as_its_path(tmp_path: Path) -> None:
     assert np.array_equal(pickle.loads(pickled).array, table.array)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", "contents"])
-def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["shorter", "missing", b'{"arrays": {', b"{}", b"null", b"\xff"])
+def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str | bytes) -> None:
     cached_tables(tmp_path, "x", "origin", decode)
     (entry,) = (path for path in tmp_path.iterdir() if path.is_dir())
     if damage == "shorter":
         os.truncate(entry / "numbers", 7)
     elif damage == "missing":
         (entry / "numbers").unlink()
-    else:
-        (entry / "contents.json").write_text('{"arrays": {')
+    elif isinstance(damage, bytes):
+        (entry / "contents.json").write_bytes(damage)
     tables = cached_tables(tmp_path, "x", "origin", decode)
     assert np.array_equal(tables["numbers"].array, numbers())
 
@@ -122,6 +129,21 @@ def test_an_error_of_the_source_leaves_nothing_and_is_not_swallowed(tmp_path: Pa
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
+@pytest.mark.parametrize("chunks", [[], [numbers(0)]])
+def test_nothing_decoded_is_refused_and_not_kept(tmp_path: Path, chunks: list[Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has nothing for 'numbers': it is not complete"):
+            cached_tables(tmp_path, "x", "origin", lambda save: save("numbers", chunks))
+    with pytest.raises(ValueError, match="has nothing for 'numbers'"):
+        tables_in_memory(lambda save: save("numbers", chunks))
+
+
+def test_a_cache_deleted_during_a_run_can_still_be_read(tmp_path: Path) -> None:
+    tables = cached_tables(tmp_path / "cache", "x", "origin", decode)
+    shutil.rmtree(tmp_path / "cache")
+    assert np.array_equal(tables["numbers"].array, numbers())
+
+
 def test_where_nothing_can_be_written_the_tables_stay_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.warns(
@@ -132,12 +154,21 @@ def test_where_nothing_can_be_written_the_tables_stay_in_memory(tmp_path: Path) 
     assert tables.facts == {"names": ["a", "b"]}
 
 
-def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [50_000, 3_000])  # what fails is a chunk, or what is buffered
+def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, room: int) -> None:
+    chunks = (
+        SLOW
+        if room == 50_000
+        else SLOW.replace(
+            "yield np.full((1000, 10), i, np.int32)",
+            "yield from np.full((1000, 1, 10), i, np.int32)",
+        )
+    )
     script = f"""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the kernel then fails the write
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-{SLOW}
+resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+{chunks}
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "cache"), str(tmp_path / "log")],

@@ -86,12 +86,27 @@ def test_damaged_and_strange_images_are_named(root: Path) -> None:
     ):
         made(root)
     path.write_bytes(whole)
+    with (root / "tiny-imagenet-200" / "val" / "val_annotations.txt").open("a") as file:
+        file.write("<html>\n")
+    with pytest.raises(ValueError, match=r"val_annotations.txt is damaged: a line is '<html>'"):
+        made(root)
+    tiny_imagenet(root / "again" / "tiny-imagenet-200")
+    root = root / "again"
     (root / "tiny-imagenet-200" / "wnids.txt").write_text("n01443537\nn02124075\n")
     with pytest.raises(ValueError, match=r"wnids.txt lacks n04067472"):
         made(root)
 
 
+def test_words_that_come_later_are_read(root: Path) -> None:
+    words = root / "tiny-imagenet-200" / "words.txt"
+    content = words.read_text()
+    words.unlink()
+    assert made(root).class_names == ("n01443537", "n02124075", "n04067472")
+    words.write_text(content)
+    assert made(root).class_names == ("goldfish", "Egyptian cat", "n04067472")
+
+
 def test_an_image_that_is_listed_but_not_there_is_missing(root: Path) -> None:
     (root / "tiny-imagenet-200" / "val" / "images" / "val_3.JPEG").unlink()
-    with pytest.raises(FileNotFoundError, match=r"misses val_3.JPEG in .*val/images: get http"):
+    with pytest.raises(FileNotFoundError, match=r"misses .*val/images/val_3.JPEG: get http"):
         made(root)

@@ -1,0 +1,41 @@
+"""Parts of image datasets: validation images are taken off the training ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ._part import Augmentation, Normalize, Part, stratified_split
+from ._tables import Tables
+
+__all__ = ["image_parts"]
+
+
+def image_parts(
+    tables: Tables,
+    class_names: Sequence[str],
+    val_share: float,
+    seed: int,
+    normalize: Normalize,
+    augmentation: Augmentation | None = None,
+) -> dict[str, Part]:
+    """Return the parts of tables `train_images`, `train_labels`, `test_images`, `test_labels`."""
+    for name in ("train", "test"):
+        images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
+        if len(images) != len(labels):
+            raise ValueError(
+                f"The {name} files do not belong together: {len(images)} images, {len(labels)} "
+                "labels; get them again."
+            )
+        if int(labels.max()) >= len(class_names) or int(labels.min()) < 0:
+            raise ValueError(
+                f"A label of the {name} files must be in 0 to {len(class_names) - 1}, got "
+                f"{int(labels.max())}; get them again."
+            )
+    images, labels = tables["train_images"], tables.labels("train_labels")
+    test_images, test_labels = tables["test_images"], tables.labels("test_labels")
+    train, val = stratified_split(np.arange(len(labels)), labels, val_share, seed, class_names)
+    return {
+        "train": Part(images, train, labels[train], normalize, augmentation),
+        "val": Part(images, val, labels[val], normalize),
+        "test": Part(test_images, np.arange(len(test_labels)), test_labels, normalize),
+    }
