@@ -42,7 +42,8 @@ class SpeechCommandsDataModule(BaseDataModule):
             2,000, 300 and 300. With 0 there is no such class.
         unknown: Whether all other words are taken, or as many clips of them as a word has.
         time_shift_ms: Largest shift of a training clip to either side.
-        noise_volume: Largest factor of the background noise that is added to training clips.
+        noise_volume: Background noise is added to training clips, silence included, with a factor
+            between 0 and this.
         on_mismatch: Whether clips at another rate or of two channels are resampled and mixed, or
             refused.
         **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
