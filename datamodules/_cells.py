@@ -27,7 +27,7 @@ def read_cells(path: Path) -> "AnnData":
 
     try:
         cells = anndata.read_h5ad(path) if path.is_file() else scanpy.read_10x_mtx(path)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read ({first}): get it again.") from error
     cells.var_names_make_unique()
@@ -46,6 +46,7 @@ def counts_of(cells: "AnnData", layer: str | None) -> Any:
         raise ValueError("The data has no X: name a `layer` with counts.")
     counts = csr_matrix(source, dtype=np.float32, copy=True)
     counts.sum_duplicates()
+    counts.eliminate_zeros()
     where = "X" if layer is None else f"layer {layer!r}"
     if not np.isfinite(counts.data).all():
         raise ValueError(f"{where} has values that are no numbers: give counts.")
@@ -89,8 +90,8 @@ def variable_genes(values: "AnnData", number: int, least_cells: int = 0) -> NDAr
     candidates = np.flatnonzero(values.X.getnnz(0) >= least_cells)
     if number > len(candidates):
         raise ValueError(
-            f"`genes` must be at most {len(candidates)}, the genes that at least {least_cells} of "
-            f"the cells express, got {number}."
+            f"`genes` must be at most {len(candidates)}, got {number}"
+            + (f": so many are expressed by {least_cells} training cells." if least_cells else ".")
         )
     try:
         found = scanpy.pp.highly_variable_genes(
@@ -127,12 +128,7 @@ def leiden_clusters(normal: "AnnData", genes: NDArray[np.int64], smallest: int) 
 
 def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
     """Return a column of `obs`, or of a CSV file with barcodes first; None where it is empty."""
-    import pandas as pd
-
-    if file is None:
-        table = cells.obs
-    else:  # labels are names, even where they look like numbers or like missing values
-        table = pd.read_csv(file, index_col=0, dtype=str, keep_default_na=False, na_values=[""])
+    table = cells.obs if file is None else _read_names(file)
     if column not in table.columns:
         known = ", ".join(map(str, table.columns)) or "none there"
         raise ValueError(
@@ -148,7 +144,22 @@ def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
         )
     values = table[column].reindex(cells.obs_names)
     names: NDArray[Any] = values.astype(str).to_numpy(dtype=object)
-    names[values.isna().to_numpy() | (names == "nan")] = None  # an empty value made a string
+    names[values.isna().to_numpy()] = None
+    if file is None:
+        names[names == "nan"] = None  # an empty value that somebody made a string of
     if not any(name is not None for name in names):
         raise ValueError(f"No cell has a label in column {column!r}: name another.")
     return names
+
+
+def _read_names(file: Path) -> Any:
+    """Read a table by its first column; names stay names, whatever they look like."""
+    import pandas as pd
+
+    try:
+        table = pd.read_csv(file, dtype=str, keep_default_na=False, na_values=[""])
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as CSV ({error}).") from error
+    if not len(table):
+        raise ValueError(f"{file} has no rows.")
+    return table.set_index(table.columns[0])

@@ -5,16 +5,17 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.request import urlopen
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-__all__ = ["Download", "DownloadError", "check_digest", "fetch", "unpack"]
+__all__ = ["Download", "DownloadError", "check_digest", "fetch", "locked", "unpack"]
 
 _CHUNK = 1 << 20
 
@@ -61,8 +62,8 @@ def fetch(download: Download, root: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that a rename is enough. Ours alone, because we hold the lock.
     scratch = target.with_name(f".{target.name}.download")
-    with FileLock(root / ".download.lock"):
-        if target.exists():  # another process was faster
+    with locked(root / ".download.lock", "downloads"):
+        if target.exists():  # another process was faster, or it is incomplete
             return
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
         scratch.mkdir()
@@ -79,6 +80,21 @@ def fetch(download: Download, root: Path) -> None:
             got.rename(target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold a lock; say so if another process holds it for long."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=2)
+    except Timeout:
+        rank_zero_info(f"Waiting for another process, which {what}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _chunks_of(url: str) -> Iterator[bytes]:

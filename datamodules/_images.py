@@ -26,10 +26,11 @@ def image_parts(
                 f"The {name} files do not belong together: {len(images)} images, {len(labels)} "
                 "labels; get them again."
             )
-        if int(labels.max()) >= len(class_names) or int(labels.min()) < 0:
+        wrong = labels[(labels < 0) | (labels >= len(class_names))]
+        if len(wrong):
             raise ValueError(
                 f"A label of the {name} files must be in 0 to {len(class_names) - 1}, got "
-                f"{int(labels.max())}; get them again."
+                f"{int(wrong[0])}; get them again."
             )
     images, labels = tables["train_images"], tables.labels("train_labels")
     test_images, test_labels = tables["test_images"], tables.labels("test_labels")

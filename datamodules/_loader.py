@@ -1,5 +1,6 @@
 """The loader of all DataModules: an epoch of whole batches that can be left and taken up again."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ class BatchLoader:
     Lightning saves it, and a resumed epoch goes on behind them, also when another number of ranks
     shares batches of the same size.
 
-    Without a Trainer, every complete pass is followed by the next epoch's.
+    Without a Trainer, every complete pass is followed by the next epoch's. There is one pass at a
+    time: a second one takes over the state, and the worker processes.
 
     Args:
         part: The samples.
@@ -38,7 +40,8 @@ class BatchLoader:
         shuffle: Whether an epoch has an order of its own.
         place: Tells which of how many ranks this is; asked when it is needed, because ranks may
             not exist yet. Torch's process group if None.
-        is_at_work: Tells whether the last batch is still being trained on.
+        progress: Tells how many batches of the epoch the Trainer has trained on, and how many of
+            these it is done with; a batch that it was interrupted in is trained on again then.
         num_workers: Processes that cut batches.
         pin_memory: Whether batches are put into page-locked memory.
     """
@@ -49,7 +52,7 @@ class BatchLoader:
         batch_size: int,
         shuffle: bool = False,
         place: Callable[[], tuple[int, int]] | None = None,
-        is_at_work: Callable[[], bool] | None = None,
+        progress: Callable[[], tuple[int, int]] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
@@ -57,22 +60,16 @@ class BatchLoader:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.place = place or place_in_process_group
-        self.is_at_work = is_at_work
+        self.progress = progress
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # set by seed_everything
         self.epoch = 0
         # Samples of this epoch that all ranks have handed out: before the last batch, and with it.
         self._handed_out = (0, 0)
         self._resume_behind = 0
         self._jobs = _Jobs()
-        self._workers: DataLoader[Batch] = DataLoader(
-            _Cutter(part),
-            batch_size=None,
-            sampler=self._jobs,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # its seeds for workers are not drawn from the run's
-        )
+        self._workers: DataLoader[Batch] | None = None  # made by the process that iterates
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
@@ -82,11 +79,12 @@ class BatchLoader:
     @property
     def _iterator(self) -> Any:
         """Where Lightning looks for worker processes, to end them with the run."""
-        return self._workers._iterator
+        return None if self._workers is None else self._workers._iterator
 
     @_iterator.setter
-    def _iterator(self, iterator: None) -> None:
-        self._workers._iterator = iterator
+    def _iterator(self, iterator: Any) -> None:
+        if self._workers is not None:
+            self._workers._iterator = iterator
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order and the augmentation of an epoch."""
@@ -122,30 +120,55 @@ class BatchLoader:
         behind, self._resume_behind = self._resume_behind, 0
         self._handed_out = (behind, behind)
         self._jobs.jobs = [(batch, self.seed, self.epoch) for batch in self.batches(behind)]
+        if self._workers is None:
+            self._workers = self._make_workers()
         for batch, end in zip(self._workers, self._ends(len(self.part) - behind), strict=False):
             self._handed_out = (self._handed_out[1], behind + end)
             yield batch
         self.epoch, self._handed_out = self.epoch + 1, (0, 0)
 
+    def _make_workers(self) -> DataLoader[Batch]:
+        return DataLoader(
+            _Cutter(self.part),
+            batch_size=None,
+            sampler=self._jobs,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.num_workers > 0,
+            generator=torch.Generator(),  # its seeds for workers are not drawn from the run's
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_workers": None}
+
     def state_dict(self) -> dict[str, int]:
         """Return where in which epoch this is; the same on every rank."""
-        # A batch that a run was interrupted in is trained on again.
-        unfinished = self.is_at_work is not None and self.is_at_work()
+        size = self.batch_size * self.place()[1]
+        before, seen = self._handed_out
+        handed_out = math.ceil(seen / size)
+        trained, done = self.progress() if self.progress else (handed_out, handed_out)
         return {
             "seed": self.seed,
             "epoch": self.epoch,
-            "samples_seen": self._handed_out[0 if unfinished else 1],
-            "samples_a_step": self.batch_size * self.place()[1],
+            "samples": len(self.part),
+            "samples_seen": before if trained < handed_out else seen,
+            "samples_a_step": size,
+            "epoch_is_done": int(seen == len(self.part) and done == trained == handed_out),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind the samples that were seen, in the order of the run that saw them."""
+        if state.get("samples") != len(self.part):
+            raise ValueError(
+                f"This checkpoint is of a run on {state.get('samples')} training samples, got "
+                f"{len(self.part)}: resume it with the same data, or start from its weights alone."
+            )
         size, saved = self.batch_size * self.place()[1], state["samples_a_step"]
-        if size != saved and 0 < state["samples_seen"] < len(self.part):
+        if size != saved and state["samples_seen"] and not state["epoch_is_done"]:
             raise ValueError(  # Lightning would count the rest of the epoch wrongly
-                f"This checkpoint is from the middle of an epoch of batches of {saved} samples on "
-                f"all ranks together, got {size}: resume it with the same `batch_size` x ranks, or "
-                "take a checkpoint from the end of an epoch."
+                f"This checkpoint is from within an epoch of batches of {saved} samples on all "
+                f"ranks together, got {size}: resume it with the same `batch_size` x ranks, or "
+                "take one that was saved after an epoch (`every_n_epochs`)."
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._resume_behind = state["samples_seen"]
@@ -160,7 +183,7 @@ def place_in_process_group() -> tuple[int, int]:
 
 
 class _Jobs(Sampler[Job]):
-    """The batches of the pass that starts next; passes under way keep theirs."""
+    """The batches of the pass that starts next."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

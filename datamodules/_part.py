@@ -145,7 +145,7 @@ def stratified_split(
     if min(share, 1 - share) * len(of) < len(class_names):
         raise ValueError(
             f"A share of {share} of {len(of)} samples cannot hold {len(class_names)} classes: "
-            "choose one nearer to 0.5."
+            "give more samples, or a share nearer to 0.5."
         )
     first, second = train_test_split(indices, test_size=share, stratify=of, random_state=seed)
     for part in (first, second):

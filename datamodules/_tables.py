@@ -5,17 +5,17 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ._files import locked
 from ._part import Indices
 
 __all__ = ["ArrayTable", "Save", "SparseTable", "Tables", "cached_tables", "tables_in_memory"]
@@ -129,26 +129,15 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
     """
     described = json.dumps([FORMAT, origin], sort_keys=True)
     entry = folder / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
-    if (tables := _read(entry)) is not None:
-        return tables
     try:
-        with _writing(entry):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{entry}.lock")
-            try:
-                lock.acquire(timeout=2)
-            except Timeout:
-                rank_zero_info(f"Waiting for another process that decodes {name}")
-                lock.acquire()
-        try:
-            if _read(entry) is None:  # another process may have made it meanwhile
-                _make(entry, decode)
-        finally:
-            lock.release()
-        tables = _read(entry)
-        assert tables is not None
-        return tables
-    except _CannotWriteError as error:
+        if _read(entry) is None:
+            with _caching(entry):
+                folder.mkdir(parents=True, exist_ok=True)
+            with _lock(entry, name):
+                if _read(entry) is None:  # another process may have made it meanwhile
+                    _make(entry, decode)
+        return _map(entry)
+    except _CannotCacheError as error:
         rank_zero_warn(
             f"The decoded {name} data is kept in memory, for this process alone: {error}. "
             "Point `cache_dir` or DG_CACHE to a folder with room that you may write to."
@@ -163,18 +152,26 @@ def tables_in_memory(decode: Decode) -> Tables:
     return Tables(save.arrays, save.all_facts)
 
 
-class _CannotWriteError(Exception):
-    """The cache cannot be written; errors of the source are other exceptions."""
+class _CannotCacheError(Exception):
+    """The cache cannot be used; errors of the source are other exceptions."""
 
 
 @contextmanager
-def _writing(entry: Path) -> Iterator[None]:
+def _caching(entry: Path) -> Iterator[None]:
     """Say of errors of the file system that they are the cache's."""
     try:
         yield
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         reason = getattr(error, "strerror", None) or error
-        raise _CannotWriteError(f"{entry.parent} cannot be written to ({reason})") from error
+        raise _CannotCacheError(f"{entry.parent} cannot be used ({reason})") from error
+
+
+@contextmanager
+def _lock(entry: Path, name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        with _caching(entry):
+            stack.enter_context(locked(Path(f"{entry}.lock"), f"decodes {name}"))
+        yield
 
 
 class _DiskSave:
@@ -186,19 +183,20 @@ class _DiskSave:
         self.all_facts: dict[str, Any] = {}
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        with _writing(self.folder):
+        with _caching(self.folder):
             file = (self.folder / name).open("xb")
         rows, dtype, shape = 0, "", ()
         try:
             for chunk in chunks:
+                assert not rows or (dtype, shape) == (chunk.dtype.str, chunk.shape[1:])
                 rows, dtype, shape = rows + len(chunk), chunk.dtype.str, chunk.shape[1:]
-                with _writing(self.folder):
+                with _caching(self.folder):
                     file.write(np.ascontiguousarray(chunk).data)
-            with _writing(self.folder):
+            with _caching(self.folder):
                 file.flush()
                 os.fsync(file.fileno())
         finally:
-            with _writing(self.folder):  # what is still buffered may not fit either
+            with _caching(self.folder):  # what is still buffered may not fit either
                 file.close()
         _require_rows(rows, name)
         self.arrays[name] = {"dtype": dtype, "shape": [rows, *shape]}
@@ -207,7 +205,7 @@ class _DiskSave:
         self.all_facts.update(facts)
 
     def finish(self) -> None:
-        with _writing(self.folder), (self.folder / "contents.json").open("x") as file:
+        with _caching(self.folder), (self.folder / "contents.json").open("x") as file:
             json.dump({"arrays": self.arrays, "facts": self.all_facts}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -236,7 +234,7 @@ def _require_rows(rows: int, name: str) -> None:
 
 def _make(entry: Path, decode: Decode) -> None:
     unfinished = Path(f"{entry}.unfinished")  # ours alone: we hold the lock
-    with _writing(entry):
+    with _caching(entry):
         for leftover in (unfinished, entry):  # of a killed process; damaged
             if leftover.exists():
                 shutil.rmtree(leftover)
@@ -245,7 +243,7 @@ def _make(entry: Path, decode: Decode) -> None:
         save = _DiskSave(unfinished)
         decode(save)
         save.finish()
-        with _writing(entry):
+        with _caching(entry):
             unfinished.rename(entry)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -263,7 +261,17 @@ def _read(entry: Path) -> Tables | None:
             if path.stat().st_size != size:
                 return None
             arrays[name] = ArrayTable(file=(path, array["dtype"], array["shape"]))
-            _ = arrays[name].array  # mapped now, it can be read even if it is deleted later
         return Tables(arrays, contents["facts"])
-    except (OSError, ValueError, KeyError, TypeError):  # not there, damaged, or another user's
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not there, damaged, or another user's
+
+
+def _map(entry: Path) -> Tables:
+    """Return an entry whose arrays can be read even if it is deleted later."""
+    tables = _read(entry)
+    with _caching(entry):
+        if tables is None:
+            raise OSError(f"{entry.name} is not as it was written")
+        for table in tables.values():
+            _ = table.array
+    return tables

@@ -100,9 +100,6 @@ class BaseDataModule(pl.LightningDataModule):
     def prepare_data(self) -> None:
         _, missing = self._look_for_sources()
         for download in self._bringing(missing):
-            if download.folder and (self.root / download.target).exists():
-                why = "; remove that folder, for it is incomplete"
-                raise self._lacking(missing, why)
             try:
                 fetch(download, self.root)
             except DownloadError as error:
@@ -136,6 +133,9 @@ class BaseDataModule(pl.LightningDataModule):
         paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
         ways = ["name a file that is there"]
         if downloads := self._bringing(missing):
+            for download in downloads:
+                if download.folder and (folder := self.root / download.target).exists():
+                    why += f"; remove {folder}, for it is incomplete"
             unpacked = {
                 d: f" and unpack it to {self.root / d.target}" for d in downloads if d.folder
             }
@@ -252,7 +252,7 @@ class BaseDataModule(pl.LightningDataModule):
             self.batch_size if training else self.eval_batch_size or self.batch_size,
             shuffle=shuffle,
             place=self._place,
-            is_at_work=self._is_at_work if training else None,
+            progress=self._progress if training and self.trainer is not None else None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
@@ -265,12 +265,11 @@ class BaseDataModule(pl.LightningDataModule):
         of = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return int(of["rank"]), int(of["num_replicas"])
 
-    def _is_at_work(self) -> bool:
-        """Return whether the Trainer has a batch that it has not finished training on."""
-        if self.trainer is None:
-            return False
+    def _progress(self) -> tuple[int, int]:
+        """Return how many batches of the epoch the Trainer has trained on, and is done with."""
+        assert self.trainer is not None
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return bool(progress.ready > progress.processed)
+        return progress.processed, progress.completed
 
 
 def one_of(name: str, value: str, *choices: str) -> str:

@@ -1,6 +1,7 @@
 """What every exported DataModule promises, on small roots and, under DG_DATA, on the real data."""
 
 import json
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -181,11 +182,15 @@ def test_pickles_and_can_be_set_up_twice(make: Make) -> None:
 def test_a_spawned_worker_cuts_the_same_batches(make: Make) -> None:
     plain = ready(make).train_dataloader()
     working = ready(make, num_workers=1).train_dataloader()
-    working._workers.multiprocessing_context = "spawn"
-    for _ in range(2):  # the second pass is another epoch, in the same worker
-        for found, expected in zip(working, plain, strict=True):
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[1], expected[1])
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        for _ in range(2):  # the second pass is another epoch, in the same worker
+            for found, expected in zip(working, plain, strict=True):
+                assert torch.equal(found[0], expected[0])
+                assert torch.equal(found[1], expected[1])
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
 
 
 def test_prediction_goes_through_samples_in_order(make: Make) -> None:

@@ -160,6 +160,24 @@ def test_labels_are_names_even_if_they_look_otherwise(root: Path, tmp_path: Path
     assert len(data.part_to_predict()) == 134
 
 
+def test_barcodes_that_look_like_numbers(tmp_path: Path) -> None:
+    source = cells()
+    source.obs_names = [f"{i:03d}" for i in range(len(source))]
+    lines = [f"{name},{kind}\n" for name, kind in source.obs["kind"].items()]
+    (tmp_path / "labels.csv").write_text("cell,type\n" + "".join(lines))
+    data = PBMC3kDataModule.from_anndata(
+        source, label_file=str(tmp_path / "labels.csv"), label_column="type", genes=99
+    )
+    assert made(data).class_names == tuple(sorted(TYPES))
+    for content, message in (("", "cannot be read as CSV"), ("cell,type\n", "has no rows")):
+        (tmp_path / "labels.csv").write_text(content)
+        again = PBMC3kDataModule.from_anndata(
+            source, label_file=str(tmp_path / "labels.csv"), label_column="type", genes=99
+        )
+        with pytest.raises(ValueError, match=rf"labels.csv {message}"):
+            made(again)
+
+
 def test_cells_in_memory_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     decode = PBMC3kDataModule.decode
@@ -226,7 +244,7 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
     source.obs.iloc[0, 0] = "Megakaryocytes"
     refuses("class 'Megakaryocytes' has 1 of 135", source)
     refuses(
-        r"`genes` must be at most \d+, the genes that at least 3 .* got 3000", cells(), genes=3000
+        r"`genes` must be at most \d+, got 3000: so many are expressed by 3", cells(), genes=3000
     )
     source = cells()
     scanpy.pp.log1p(source)

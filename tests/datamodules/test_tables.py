@@ -102,7 +102,9 @@ def test_a_table_of_a_file_pickles_as_its_path(tmp_path: Path) -> None:
     assert np.array_equal(pickle.loads(pickled).array, table.array)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "missing", b'{"arrays": {', b"{}", b"null", b"\xff"])
+@pytest.mark.parametrize(
+    "damage", ["shorter", "missing", b'{"arrays": {', b"{}", b"null", b'{"arrays": []}', b"\xff"]
+)
 def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: str | bytes) -> None:
     cached_tables(tmp_path, "x", "origin", decode)
     (entry,) = (path for path in tmp_path.iterdir() if path.is_dir())
@@ -136,6 +138,22 @@ def test_nothing_decoded_is_refused_and_not_kept(tmp_path: Path, chunks: list[An
             cached_tables(tmp_path, "x", "origin", lambda save: save("numbers", chunks))
     with pytest.raises(ValueError, match="has nothing for 'numbers'"):
         tables_in_memory(lambda save: save("numbers", chunks))
+
+
+def test_what_cannot_be_mapped_is_kept_on_disk_and_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_tables(tmp_path, "x", "origin", decode)
+
+    def no_device(*args: Any, **kwargs: Any) -> None:
+        raise OSError(19, "No such device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "memmap", no_device)
+        with pytest.warns(UserWarning, match="No such device"):
+            tables = cached_tables(tmp_path, "x", "origin", decode)
+    assert np.array_equal(tables["numbers"].array, numbers())
+    cached_tables(tmp_path, "x", "origin", forbidden)
 
 
 def test_a_cache_deleted_during_a_run_can_still_be_read(tmp_path: Path) -> None:
