@@ -44,6 +44,7 @@ def train(folder: Path, resume: Path | None = None, **options: Any) -> tuple[Rec
     data = DigitsDataModule(batch_size=options.pop("batch_size", 128))
     keep = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **every)
     settings = {"max_epochs": 3, "callbacks": [keep], "accelerator": "cpu", "logger": False}
+    settings["default_root_dir"] = folder
     trainer = pl.Trainer(
         **{**settings, **options}, enable_progress_bar=False, enable_model_summary=False
     )
