@@ -158,20 +158,22 @@ class BatchLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on behind the samples that were seen, in the order of the run that saw them."""
-        if state.get("samples") != len(self.part):
+        done = bool(state.get("epoch_is_done"))  # then the next epoch may be of other data
+        if not done and state.get("samples") != len(self.part):
             raise ValueError(
-                f"This checkpoint is of a run on {state.get('samples')} training samples, got "
-                f"{len(self.part)}: resume it with the same data, or start from its weights alone."
+                f"This checkpoint is from within an epoch of {state.get('samples')} training "
+                f"samples, got {len(self.part)}: resume it with the same data, or take one that "
+                "was saved after an epoch (`every_n_epochs`)."
             )
         size, saved = self.batch_size * self.place()[1], state["samples_a_step"]
-        if size != saved and state["samples_seen"] and not state["epoch_is_done"]:
+        if not done and size != saved and state["samples_seen"]:
             raise ValueError(  # Lightning would count the rest of the epoch wrongly
                 f"This checkpoint is from within an epoch of batches of {saved} samples on all "
                 f"ranks together, got {size}: resume it with the same `batch_size` x ranks, or "
                 "take one that was saved after an epoch (`every_n_epochs`)."
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._resume_behind = state["samples_seen"]
+        self._resume_behind = len(self.part) if done else state["samples_seen"]
         self._handed_out = (self._resume_behind, self._resume_behind)
 
 

@@ -93,6 +93,16 @@ def test_the_state_of_other_data_is_refused(state: dict[str, int]) -> None:
         BatchLoader(numbered(20), 4).load_state_dict(state)
 
 
+def test_after_an_epoch_the_data_may_change() -> None:
+    finished = BatchLoader(numbered(30), 4)
+    for _ in zip(range(8), finished, strict=False):
+        saved = finished.state_dict()
+    other = BatchLoader(numbered(20), 4)
+    other.load_state_dict(saved)
+    other.set_epoch(1)
+    assert len(list(other)) == 5
+
+
 def test_a_pass_that_is_broken_off_starts_anew() -> None:
     loader = BatchLoader(numbered(10), 4)
     for _ in range(2):
