@@ -11,12 +11,14 @@ first one, in turns; peak memory is that of the process and of its largest worke
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +100,8 @@ def ordinary(name: str, root: str, workers: int) -> Callable[[], Iterable[Any]]:
 
 def measure(route: str, name: str, root: str, cache: str, epochs: int) -> dict[str, Any]:
     """Time epochs of one route, the first one from the files."""
-    # What is imported is not what is measured.
-    import resource
-
-    import sklearn.model_selection  # noqa: F401
-    import soundfile  # noqa: F401
-    import torchaudio  # noqa: F401
-    import torchvision  # noqa: F401
-
+    for package in ("sklearn.model_selection", "soundfile", "torchaudio", "torchvision"):
+        import_module(package)  # what is imported is not what is measured
     times, samples = [], 0
     start = time.perf_counter()
     if route == "ours":

@@ -38,8 +38,6 @@ class BaseDataModule(pl.LightningDataModule):
         pin_memory: Whether batches are put into page-locked memory.
     """
 
-    input_shape: tuple[int, ...]
-    class_names: tuple[str, ...]
     downloads: tuple[Download, ...] = ()
     # Packages, and what brings them.
     needs: ClassVar[Mapping[str, str]] = {"sklearn": "scikit-learn"}
@@ -77,6 +75,16 @@ class BaseDataModule(pl.LightningDataModule):
         self._parts: dict[str, Part] = {}
 
     # What a dataset's class says.
+
+    @property
+    @abstractmethod
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their labels."""
+
+    @property
+    @abstractmethod
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
 
     @abstractmethod
     def sources(self) -> Sequence[Path | str]:

@@ -104,8 +104,8 @@ class PBMC3kDataModule(BaseDataModule):
         self._cells: AnnData | None = None
 
     @property
-    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the cell types or clusters."""
+    @override
+    def class_names(self) -> tuple[str, ...]:
         return tuple(self.facts["class_names"])
 
     @property
@@ -114,8 +114,8 @@ class PBMC3kDataModule(BaseDataModule):
         return tuple(self.facts["genes"])
 
     @property
-    def input_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """How many genes a sample has."""
+    @override
+    def input_shape(self) -> tuple[int, ...]:
         return (self.genes,)
 
     @classmethod

@@ -86,9 +86,17 @@ class SpeechCommandsDataModule(BaseDataModule):
         self.noise_volume = noise_volume
         self.on_mismatch = one_of("on_mismatch", on_mismatch, "convert", "refuse")
         self.folder = self.root / "SpeechCommands" / "speech_commands_v0.02"
-        shape = FRONT_ENDS[front_end]
-        self.input_shape = (shape.mels, shape.frames)
-        self.class_names = (*WORDS, *(("_silence_",) if silence else ()), "_unknown_")
+
+    @property
+    @override
+    def class_names(self) -> tuple[str, ...]:
+        return (*WORDS, *(("_silence_",) if self.silence else ()), "_unknown_")
+
+    @property
+    @override
+    def input_shape(self) -> tuple[int, ...]:
+        shape = FRONT_ENDS[self.front_end]
+        return (shape.mels, shape.frames)
 
     @property
     def _augmented(self) -> bool:

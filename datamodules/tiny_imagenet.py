@@ -77,8 +77,8 @@ class TinyImageNetDataModule(BaseDataModule):
         self.folder = self.root / "tiny-imagenet-200"
 
     @property
-    def class_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the classes show, in the order of their WordNet ids."""
+    @override
+    def class_names(self) -> tuple[str, ...]:
         return tuple(self.facts["class_names"])
 
     @override

@@ -1,6 +1,7 @@
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def made(root: Path, **settings: object) -> CIFAR10DataModule:
-    data = CIFAR10DataModule(root=str(root), **settings)  # type: ignore[arg-type]
+def made(root: Path, **settings: Any) -> CIFAR10DataModule:
+    data = CIFAR10DataModule(root=str(root), **settings)
     data.setup("fit")
     return data
 
