@@ -1,21 +1,27 @@
-"""Penalty on expected gate usage, added to the loss of any LightningModule."""
+"""Penalty on gate usage, added to the loss of any LightningModule (section 3.3 of the paper)."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.compute import LinearMap, linear_maps
+from dg_lightning.compute import linear_maps
 from dg_lightning.penalties import (
-    expected_macs_usage,
-    linear_usage,
-    mean_probabilities,
+    MacsPrices,
+    Usage,
+    unit_costs_by_connections,
+    usage_gradient,
+    usage_term,
     without_a_price,
 )
-from dg_lightning.protocol import GateLike, gate_layers, release
+from dg_lightning.plan import Curve, warn_of_risks
+from dg_lightning.protocol import by_pattern, gate_layers
+from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
+from dg_lightning.slots import slots_of
+
+from ._pressure import Pressure, logs_now
 
 __all__ = ["GatePenalty"]
 
@@ -26,84 +32,160 @@ class GatePenalty(pl.Callback):
     It acts in `on_before_backward`, so that the module needs to know nothing of gates; the value of
     the loss stays the module's own. In mixed precision the penalty is scaled as the loss is; with
     automatic optimization and gradient accumulation it is averaged over the micro-batches; with
-    several processes the means are taken over all of them.
+    several processes the rates are taken over all of them.
 
     A gate remembers its last forward pass only: where a step runs the net several times, the last
     one is penalised.
 
     Args:
-        weight: λ, the weight of the usage term.
+        weight: λ, the weight of the usage term: a number, or a schedule of the optimizer step
+            (``{start: 0, end: 0.02, begin: 3 epochs}``: a warmup at 0, then a linear ramp).
         usage: `linear` is the sum over gates of the mean p (the paper's term, which leaves a gate
             on the input out: see `layers`); `expected_macs` the share of the MACs of all linear
-            maps of the module that the mean p let expect.
+            maps of the module that the mean p let expect; `target` the squared distance of each
+            gate's rate to `target`; `hinge_below` and `hinge_above` what it lacks to, or has above,
+            `target`.
+        of: Whether rates are of `p` or of the hard `g`, whose gradient is the one of p.
+        target: The rate that `target` and the hinges mean, one for all gates or by name pattern;
+            None takes the keep target that `ThresholdPhases` gives the gates.
+        power: 1 or 2, of the hinges.
         layers: Name patterns of the gates to press on (``"*hidden.*"``); all when None.
+        layer_weights: Multiples of the weight for single gates, by name pattern; 1 for the others.
+        unit_costs: What each unit costs, for means of p or g that are weighted by it:
+            `connections` counts what its closing saves, or a list by name pattern.
+        name: Put behind the logged keys, to tell several penalties of one Trainer apart.
 
     Raises:
-        ValueError: If the module has no gate, a pattern fits none, or `expected_macs` does not know
-            which linear map a gate belongs to.
+        ValueError: If the module has no gate, a pattern fits none, `expected_macs` does not know
+            which linear map a gate belongs to, or a target is missing.
 
     | logged key | meaning |
     |---|---|
     | `gates/penalty` | the usage term, before the weight |
-    | `gates/penalty_weight` | λ |
+    | `gates/penalty_weight` | λ, with the factors of phases and rescues (mean over gates) |
 
-    >>> GatePenalty(weight=0.1, usage="expected_macs").weight
-    0.1
+    >>> GatePenalty(weight=0.1, usage="expected_macs").usage
+    'expected_macs'
     """
 
     def __init__(
         self,
-        weight: float,
-        usage: Literal["linear", "expected_macs"] = "linear",
+        weight: float | Schedule,
+        usage: Usage = "linear",
+        of: Literal["p", "g"] = "p",
+        target: float | dict[str, float] | None = None,
+        power: Literal[1, 2] = 2,
         layers: list[str] | None = None,
+        layer_weights: dict[str, float] | None = None,
+        unit_costs: Literal["connections"] | dict[str, list[float]] | None = None,
+        name: str | None = None,
     ) -> None:
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"`weight` must be at least 0 and finite, got {weight}.")
-        if usage not in ("linear", "expected_macs"):
-            raise ValueError(f"`usage` must be linear or expected_macs, got {usage!r}.")
-        self.weight = weight
-        self.usage = usage
+        self.weight = as_schedule("weight", weight)
+        for value in (self.weight.start, self.weight.end, self.weight.before or 0.0):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`weight` must be at least 0 and finite, got {value}.")
+        if usage not in get_args(Usage):
+            raise ValueError(f"`usage` must be one of {get_args(Usage)}, got {usage!r}.")
+        if of not in ("p", "g"):
+            raise ValueError(f"`of` must be p or g, got {of!r}.")
+        if power not in (1, 2):
+            raise ValueError(f"`power` must be 1 or 2, got {power}.")
+        if target is not None and usage in ("linear", "expected_macs"):
+            raise ValueError(f"`target` has no meaning with `usage={usage!r}`: leave it out.")
+        for rate in target.values() if isinstance(target, dict) else [target]:
+            if rate is not None and not 0 <= rate <= 1:
+                raise ValueError(f"`target` must be in [0, 1], got {rate}.")
+        if unit_costs is not None and usage == "expected_macs":
+            raise ValueError("`expected_macs` has its own prices: leave `unit_costs` out.")
+        self.usage: Usage = usage
+        self.of: Literal["p", "g"] = of
+        self.target = target
+        self.power = power
         self.layers = layers
-        self._gates: dict[str, GateLike] = {}
-        self._maps: list[LinearMap] = []
-        self._penalised: list[Tensor | None] = []
+        self.layer_weights = dict(layer_weights or {})
+        self.unit_costs = unit_costs
+        self.name = name
+        self.pressure = Pressure({})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._gates = gate_layers(pl_module, self.layers)
-        self._maps = linear_maps(pl_module)
-        if self.usage == "expected_macs" and (names := without_a_price(self._gates, self._maps)):
+        gates = gate_layers(pl_module, self.layers)
+        names = [c.name for c in trainer.callbacks if isinstance(c, GatePenalty)]  # type: ignore[attr-defined]
+        if names.count(self.name) > 1:
             raise ValueError(
-                f"`usage='expected_macs'` knows no linear map of {', '.join(names)}: "
+                f"Two GatePenalty have the name {self.name!r}: give each another `name`, which "
+                "tells their logged keys apart."
+            )
+        maps = linear_maps(pl_module)
+        if self.usage == "expected_macs" and (unknown := without_a_price(gates, maps)):
+            raise ValueError(
+                f"`usage='expected_macs'` knows no linear map of {', '.join(unknown)}: "
                 "declare it in `feeds` of the gate, or use `usage='linear'`."
             )
+        self._prices = None
+        if self.usage == "expected_macs":
+            self._prices = MacsPrices(list(gates.values()), maps)
+        self._layer_weights = list(by_pattern("layer_weights", self.layer_weights, gates, 1.0))
+        costs: dict[str, list[float]] = {}
+        if self.unit_costs == "connections":
+            costs = {n: unit_costs_by_connections(gate, maps) for n, gate in gates.items()}
+        elif self.unit_costs is not None:
+            given = by_pattern("unit_costs", self.unit_costs, gates, None)
+            costs = {n: c for n, c in zip(gates, given, strict=True) if c is not None}
+        for name, values in costs.items():
+            blocks = gates[name].units // gates[name].block_size
+            if len(values) != blocks or min(values) < 0 or sum(values) <= 0:
+                raise ValueError(
+                    f"`unit_costs` of {name} must be {blocks} numbers, at least 0 and not all 0, "
+                    f"got {len(values)} from {min(values)} to {max(values)}."
+                )
+        self.pressure = Pressure(gates, self.of, costs)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
+        warn_of_risks(self, trainer, pl_module)
+
+    def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
+        """Return what this callback sets over the steps."""
+        gates = tuple(gate_layers(pl_module, self.layers))
+        suffix = "" if self.name is None else f" {self.name}"
+        curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates)]
+        if isinstance(self.target, float | int) and self.of == "p":
+            constant = as_schedule("target", self.target).resolve(clock)
+            curves.append(Curve("keep", f"target{suffix}", constant, gates))
+        return curves
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.usage == "hinge_below":  # which closes nothing
+            return
+        weight = self._weight_at(trainer.global_step)
+        for slots in self.pressure.slots(trainer):
+            slots.pressing = bool(slots.pressing) or weight * slots.factor > 0
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        forward_pass = [gate.probability for gate in self._gates.values()]
-        if self._penalised and all(
-            a is b for a, b in zip(forward_pass, self._penalised, strict=True)
-        ):
-            return  # another loss of a forward pass that has had its penalty
-        self._penalised = forward_pass
-        usage = self._usage(trainer)
-        self._check(usage, loss)
-        pl_module.log("gates/penalty", usage.detach())
-        pl_module.log("gates/penalty_weight", self.weight)
-        penalty = self.weight * usage
-        if pl_module.automatic_optimization:
-            penalty = penalty / trainer.accumulate_grad_batches
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            penalty = scaler.scale(penalty)
-        # Only the gradient is added: the value, which the last operation of the loss may need for
-        # its own backward pass, stays as it is, and so does its version.
-        with _unsafe_preserve_version_counter(loss):
-            loss.add_(penalty - penalty.detach())
+        weight = self._weight_at(trainer.global_step)
+        rates = self.pressure.act(
+            trainer,
+            pl_module,
+            loss,
+            lambda rates: weight * usage_gradient(self.usage, rates, **self._terms(trainer, rates)),
+            reduce=self.usage != "linear",  # whose gradient does not depend on other processes
+        )
+        if rates is not None and logs_now(trainer):
+            suffix = "" if self.name is None else f"/{self.name}"
+            factors = [slots.factor for slots in self.pressure.slots(trainer)]
+            usage = usage_term(self.usage, rates, **self._terms(trainer, rates))
+            pl_module.log(f"gates/penalty{suffix}", usage)
+            pl_module.log(f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors))
 
     @override
     def on_train_batch_end(
@@ -114,32 +196,36 @@ class GatePenalty(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        release(self._gates.values())
-        self._penalised = []
+        self.pressure.let_go()
 
-    def _usage(self, trainer: pl.Trainer) -> Tensor:
-        """Return the usage term of the last forward pass."""
-        means = mean_probabilities(self._gates)
-        if self.usage == "linear":  # its gradient does not depend on the other processes
-            return linear_usage(means)
-        # The value over all processes with the gradient of this one; DDP averages the gradients.
-        everywhere = trainer.strategy.reduce(means.detach().clone(), reduce_op="mean")
-        assert isinstance(everywhere, Tensor)
-        means = means + (everywhere - means.detach())
-        return expected_macs_usage(means, list(self._gates.values()), self._maps)
+    def _terms(self, trainer: Any, rates: Tensor) -> dict[str, Any]:
+        """Return the arguments of the usage term, on the device of the rates."""
+        weights = None
+        if self.layer_weights:
+            weights = self.pressure.constant("layer weights", self._layer_weights, rates)
+        return {
+            "targets": self._targets(trainer, rates),
+            "power": self.power,
+            "layer_weights": weights,
+            "prices": self._prices,
+        }
 
-    def _check(self, usage: Tensor, loss: Tensor) -> None:
-        trainable = any(
-            parameter.requires_grad
-            for gate in self._gates.values()
-            if isinstance(gate, nn.Module)
-            for parameter in gate.parameters()
-        )
-        if trainable and not usage.requires_grad:
-            raise RuntimeError(
-                "GatePenalty found no graph behind the gates' last forward pass and could not act: "
-                "run passes under no_grad before the one of the loss, and checkpoint activations "
-                "with use_reentrant=False."
-            )
-        if loss.numel() != 1:
-            raise ValueError(f"GatePenalty needs a scalar loss, got shape {tuple(loss.shape)}.")
+    def _targets(self, trainer: Any, rates: Tensor) -> Tensor | None:
+        """Return the rate that each gate is meant to have."""
+        if self.usage in ("linear", "expected_macs"):
+            return None
+        gates = self.pressure.gates
+        if isinstance(self.target, float | int):
+            values = [float(self.target)] * len(gates)
+        else:
+            phases = [slots_of(trainer, gate).keep for gate in gates.values()]
+            given = by_pattern("target", self.target or {}, gates, None)
+            both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
+            values = [value for value in both if value is not None]
+            if len(values) < len(both):
+                missing = [name for name, value in zip(gates, both, strict=True) if value is None]
+                raise ValueError(
+                    f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, "
+                    "or let ThresholdPhases set keep targets."
+                )
+        return self.pressure.constant("targets", values, rates)

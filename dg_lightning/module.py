@@ -16,6 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
+from dg_lightning.averaging import keep_settings_live
 from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
@@ -175,6 +176,10 @@ class GatedClassifier(pl.LightningModule):
             loss = loss + auxiliary
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
+
+    @override
+    def on_train_start(self) -> None:
+        keep_settings_live(self, self.trainer.callbacks)  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

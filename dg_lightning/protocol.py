@@ -3,15 +3,27 @@
 A gate is any `nn.Module` with the attributes of `GateLike`; none of our classes is asked for.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import TypeIs, get_protocol_members
 
-__all__ = ["Feeds", "GateLike", "connection_mask", "gate_layers", "release"]
+__all__ = [
+    "Feeds",
+    "GateLike",
+    "by_pattern",
+    "connection_mask",
+    "gate_layers",
+    "release",
+    "start_open_at",
+]
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 @dataclass(frozen=True)
@@ -110,9 +122,44 @@ def gate_layers(
     }
 
 
+def by_pattern(
+    argument: str, given: Mapping[str, T], gates: Mapping[str, GateLike], default: D
+) -> list[T | D]:
+    """Return for each gate the value of the first pattern that fits its name.
+
+    >>> by_pattern("target", {"hidden.*": 0.3}, {"input_gate": None, "hidden.0.gate": None}, 1.0)
+    [1.0, 0.3]
+    """
+    for pattern in given:
+        if not any(fnmatchcase(name, pattern) for name in gates):
+            raise ValueError(
+                f"`{argument}` names {pattern!r}, which is no gate; there are {', '.join(gates)}."
+            )
+    return [
+        next((value for pattern, value in given.items() if fnmatchcase(name, pattern)), default)
+        for name in gates
+    ]
+
+
 def plain_name(name: str) -> str:
     """Take out what wrappers put into module names, so that logged keys stay the same."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def start_open_at(gate: GateLike, temperature: float) -> None:
+    """Set the temperature that training starts with, and keep the p of every unit.
+
+    The bias of an open start is ``τ logit(p0)`` with the τ that training really begins at.
+    """
+    before = float(gate.temperature)
+    if math.isclose(before, temperature, rel_tol=1e-6):
+        return
+    if hasattr(gate, "scale_logits"):
+        gate.scale_logits(temperature / before)
+    else:
+        p0 = gate.initial_open_rate
+        gate.shift_bias((temperature - before) * math.log(p0 / (1 - p0)))
+    gate.temperature.fill_(temperature)
 
 
 def release(gates: Iterable[GateLike]) -> None:

@@ -1,55 +1,126 @@
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from dg_lightning import GatedMLP, gate_layers
+from dg_lightning import GatedMLP, StaticGate, gate_layers
 from dg_lightning.compute import linear_maps
-from dg_lightning.penalties import expected_macs_usage, linear_usage, mean_probabilities
+from dg_lightning.penalties import (
+    MacsPrices,
+    mean_rates,
+    unit_costs_by_connections,
+    usage_gradient,
+    usage_term,
+    without_a_price,
+)
 
 
-def usage_terms(net: nn.Module) -> tuple[float, float]:
-    gates = gate_layers(net)
-    means = mean_probabilities(gates)
-    macs = expected_macs_usage(means, list(gates.values()), linear_maps(net))
-    return linear_usage(means).item(), macs.item()
-
-
-def test_linear_usage_is_the_sum_over_layers_of_the_mean_probability() -> None:
-    net = GatedMLP(6, [4, 2], 3, gate={"kind": "static"})
+def net_with_rates(*rates: float) -> tuple[GatedMLP, torch.Tensor]:
+    """A net whose gates have these probabilities, and their means."""
+    options: Any = {"kind": "static"}
+    net = GatedMLP(6, [4, 3], 2, gate=options, input_gate=options)
+    for gate, rate in zip(gate_layers(net).values(), rates, strict=True):
+        assert isinstance(gate, StaticGate)
+        nn.init.constant_(gate.logit, torch.logit(torch.tensor(rate)).item())
     net(torch.randn(5, 6))
-    first, second = gate_layers(net).values()
-    first.logit.data = torch.tensor([0.0, 1.0, -1.0, 2.0])  # type: ignore[attr-defined]
-    second.logit.data = torch.tensor([0.5, -0.5])  # type: ignore[attr-defined]
+    return net, mean_rates(gate_layers(net))
+
+
+def prices_of(net: nn.Module) -> MacsPrices:
+    return MacsPrices(list(gate_layers(net).values()), linear_maps(net))
+
+
+def test_expected_macs_are_the_products_over_each_map_by_hand() -> None:
+    net, rates = net_with_rates(0.5, 0.25, 0.8)
+    by_hand = (24 * 0.5 * 0.25 + 12 * 0.25 * 0.8 + 6 * 0.8) / (24 + 12 + 6)
+    torch.testing.assert_close(prices_of(net).usage(rates), torch.tensor(by_hand))
+
+
+def test_rates_are_means_over_units_by_hand() -> None:
+    net, _ = net_with_rates(0.5, 0.5, 0.5)
+    gate = gate_layers(net)["hidden.0.gate"]
+    gate.logit.data = torch.tensor([0.0, 1.0, -1.0, 2.0])  # type: ignore[attr-defined]
     net(torch.randn(5, 6))
-    by_hand = (0.5 + 0.7310586 + 0.2689414 + 0.8807971) / 4 + (0.6224593 + 0.3775407) / 2
-    assert usage_terms(net)[0] == pytest.approx(by_hand)
+    by_hand = (0.5 + 0.7310586 + 0.2689414 + 0.8807971) / 4
+    assert mean_rates({"gate": gate}).item() == pytest.approx(by_hand)
+    assert mean_rates({"gate": gate}, "g").item() == 0.5
 
 
-def test_expected_macs_by_hand() -> None:
-    net = GatedMLP(6, [4, 2], 3, gate={"kind": "static"}, input_gate={"kind": "static"})
-    for gate, p in zip(gate_layers(net).values(), [0.9, 0.5, 0.25], strict=True):
-        gate.logit.data.fill_(torch.logit(torch.tensor(p)).item())  # type: ignore[attr-defined]
-    net(torch.randn(5, 6))
-    by_hand = (24 * 0.9 * 0.5 + 8 * 0.5 * 0.25 + 6 * 0.25) / 38
-    assert usage_terms(net)[1] == pytest.approx(by_hand)
-
-
-def test_expected_macs_gives_no_credit_for_rows_behind_a_layer_norm() -> None:
+def test_expected_macs_give_no_credit_for_rows_behind_a_layer_norm() -> None:
     net = GatedMLP(6, [4], 3, gate={"kind": "static", "initial_open_rate": 0.6}, norm="layer")
     net(torch.randn(5, 6))
-    assert usage_terms(net)[1] == pytest.approx((24 + 12 * 0.6) / 36)
+    usage = prices_of(net).usage(mean_rates(gate_layers(net)))
+    assert usage.item() == pytest.approx((24 + 12 * 0.6) / 36)
 
 
-def test_gradients_agree_with_finite_differences() -> None:
-    net = GatedMLP(6, [4, 2], 3, gate={"kind": "dynamic"}, input_gate={"kind": "static"})
-    gates = list(gate_layers(net).values())
-    maps = linear_maps(net)
-    means = torch.tensor([0.9, 0.4, 0.7], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda m: expected_macs_usage(m, gates, maps), (means,))
-    assert torch.autograd.gradcheck(linear_usage, (means,))
+def test_expected_macs_count_connections_and_see_them_change() -> None:
+    net, rates = net_with_rates(0.5, 0.5, 0.5)
+    first = linear_maps(net)[0].linear
+    first.connection_mask = torch.rand(4, 6) < 0.5  # type: ignore[assignment]
+    prices = prices_of(net)
+    for kept in (first.connection_mask, torch.rand(4, 6) < 0.2):
+        first.connection_mask = kept
+        by_hand = (int(kept.sum()) * 0.25 + 12 * 0.25 + 6 * 0.5) / 42
+        torch.testing.assert_close(prices.usage(rates), torch.tensor(by_hand))
 
 
-def test_a_gate_that_was_not_run_is_named() -> None:
-    net = GatedMLP(6, [4], 3, gate={"kind": "static"})
+@given(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), st.integers(0, 10))
+def test_gradients_by_hand_are_those_of_autograd(values: list[float], seed: int) -> None:
+    net, _ = net_with_rates(0.5, 0.5, 0.5)
+    generator = torch.Generator().manual_seed(seed)
+    rates = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    targets = torch.rand(3, generator=generator, dtype=torch.float64)
+    weights = torch.rand(3, generator=generator, dtype=torch.float64)
+    prices = prices_of(net)
+    for usage in ("linear", "target", "hinge_below", "hinge_above"):
+        for power in (1, 2):
+            terms: Any = {"targets": targets, "power": power, "layer_weights": weights}
+            (by_autograd,) = torch.autograd.grad(usage_term(usage, rates, **terms), rates)  # type: ignore[arg-type]
+            torch.testing.assert_close(usage_gradient(usage, rates.detach(), **terms), by_autograd)  # type: ignore[arg-type]
+    (by_autograd,) = torch.autograd.grad(usage_term("expected_macs", rates, prices=prices), rates)
+    by_hand = usage_gradient("expected_macs", rates.detach(), prices=prices, layer_weights=weights)
+    torch.testing.assert_close(by_hand, weights * by_autograd)
+
+
+def test_terms_by_hand() -> None:
+    rates, targets = torch.tensor([0.5, 0.25]), torch.tensor([0.25, 0.5])
+
+    def value(usage: Any, **terms: Any) -> float:
+        return usage_term(usage, rates, targets=targets, **terms).item()
+
+    assert value("linear") == 0.75
+    assert value("target") == 0.125
+    assert value("hinge_below") == value("hinge_above") == 0.0625
+    assert value("hinge_below", power=1) == value("hinge_above", power=1) == 0.25
+    weights = torch.tensor([2.0, 0.0])
+    assert value("linear", layer_weights=weights) == 1.0
+    assert value("hinge_below", layer_weights=weights) == 0.0
+
+
+def test_costs_of_units_weigh_the_mean_and_count_connections_in_and_out() -> None:
+    net, _ = net_with_rates(0.5, 0.5, 0.5)
+    first = linear_maps(net)[0].linear
+    first.connection_mask = torch.zeros(4, 6, dtype=torch.bool)  # type: ignore[assignment]
+    first.connection_mask[0, :5] = True  # type: ignore[index]
+    gates = gate_layers(net)
+    costs = unit_costs_by_connections(gates["hidden.0.gate"], linear_maps(net))
+    assert costs == [5 + 3, 3, 3, 3]
+    gate = gates["hidden.0.gate"]
+    gate.probability = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    shares = torch.tensor(costs) / sum(costs)
+    rates = mean_rates({"gate": gate}, "p", {"gate": shares})
+    assert rates.item() == pytest.approx(8 / 17)
+
+
+def test_gates_that_no_map_depends_on_are_named() -> None:
+    net = nn.Sequential(StaticGate(4), nn.Linear(4, 2))
+    assert without_a_price(gate_layers(net), linear_maps(net)) == ["0"]
+
+
+def test_a_gate_that_took_no_part_is_named() -> None:
+    net = GatedMLP(4, [3], 2, gate={"kind": "static"})
     with pytest.raises(RuntimeError, match=r"'hidden.0.gate' has no probability"):
-        mean_probabilities(gate_layers(net))
+        mean_rates(gate_layers(net))

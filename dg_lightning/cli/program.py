@@ -1,4 +1,4 @@
-"""The commands `fit`, `validate`, `test` and `predict`."""
+"""The commands `fit`, `validate`, `test`, `predict` and `plan`."""
 
 import logging
 import os
@@ -20,6 +20,7 @@ from dg_lightning.cli.checkpoints import newest_checkpoint, read_checkpoint
 from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, plain
+from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.spec import import_class
 
 __all__ = ["GateCLI", "main"]
@@ -49,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
             pl.LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
+            trainer_class=PlanningTrainer,
             save_config_callback=SaveWholeConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
@@ -74,6 +76,11 @@ def main(args: Sequence[str] | None = None) -> None:
 class GateCLI(LightningCLI):
     """LightningCLI that finds configs and checkpoints, and lets the data size the net."""
 
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         given = sys.argv[1:] if args is None else args
@@ -94,6 +101,8 @@ class GateCLI(LightningCLI):
         Lightning would merge its hyper-parameters into those of the config instead.
         """
         settings = self._settings
+        if "ckpt_path" not in settings:
+            return
         path = settings.get("ckpt_path")
         if not _is_gated_classifier(settings):
             if path is not None and os.path.isfile(path):

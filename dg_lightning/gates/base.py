@@ -108,7 +108,8 @@ class Gate(nn.Module, ABC):
         # 0-d buffers: they travel in the checkpoint, and a change never recompiles a model.
         for name in ("temperature", "threshold"):
             self.register_buffer(name, torch.empty((), dtype=torch.float32, device=device))
-        self.register_buffer("min_open", torch.tensor(0, device=device))
+        # The floor too is a float: an average of weights would round a whole number down.
+        self.register_buffer("min_open", torch.zeros((), dtype=torch.float32, device=device))
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
@@ -121,6 +122,10 @@ class Gate(nn.Module, ABC):
     @abstractmethod
     def shift_bias(self, delta: float) -> None:
         """Add `delta` to the logit of every unit."""
+
+    @abstractmethod
+    def scale_logits(self, factor: float) -> None:
+        """Multiply the logit of every unit, for every input."""
 
     @abstractmethod
     def _revive_blocks(self, blocks: Tensor) -> None:
@@ -147,14 +152,14 @@ class Gate(nn.Module, ABC):
             z = self.logits(h.to(torch.promote_types(h.dtype, torch.float32))) / self.temperature
             p = open_probability(z, self.policy)
             if not self.training or self.policy in ("threshold", "top_k"):
-                g = deployed(p, self.threshold, self.k)
+                g = deployed(p, self.threshold, self.k, self._floor)
             elif self.policy == "soft":
                 g = p
             else:  # one draw per sample, also where all samples share one probability
                 g = sampled(z, p.expand(*h.shape[:-1], -1), self.policy)
-            if self._floor:
-                forced = top_k_mask(p, self._floor) & (g == 0)
-                g = torch.where(forced, straight_through(torch.ones_like(g), p), g)
+                if self._floor:
+                    forced = top_k_mask(p, self._floor) & (g == 0)
+                    g = torch.where(forced, straight_through(torch.ones_like(g), p), g)
         self.probability, self.gate = p, g
         return self.per_unit(g)
 
@@ -188,7 +193,7 @@ class Gate(nn.Module, ABC):
     @override
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._floor = int(self.min_open)
+        self._floor = round(float(self.min_open))
 
     def __getstate__(self) -> dict[str, Any]:
         # What the last forward pass left has a graph, which can be neither copied nor pickled.

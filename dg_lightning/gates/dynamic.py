@@ -95,6 +95,12 @@ class DynamicGate(Gate):
         self._maps[-1].bias.add_(delta)
 
     @override
+    @torch.no_grad()
+    def scale_logits(self, factor: float) -> None:
+        for parameter in self._maps[-1].parameters():
+            parameter.mul_(factor)
+
+    @override
     def _revive_blocks(self, blocks: Tensor) -> None:
         last = self._maps[-1]
         last.weight[blocks] = 0.0

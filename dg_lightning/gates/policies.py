@@ -49,10 +49,16 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     >>> top_k_mask(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
     """
-    # A stable sort, not torch.topk: ties then fall the same way on every device.
-    order = scores.detach().argsort(dim=-1, descending=True, stable=True)
-    mask = torch.zeros_like(scores, dtype=torch.bool)
-    return mask.scatter(-1, order[..., :k], True)
+    scores = scores.detach()
+    if scores.is_cuda:  # one stable sort has fewer kernels to launch
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        return mask.scatter(-1, order[..., :k], True)
+    last = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    # Of equal scores, which ones torch.topk picks differs from device to device: count them out.
+    above, tied = scores > last, scores == last
+    missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
+    return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= missing))
 
 
 def open_probability(z: Tensor, policy: Policy) -> Tensor:
@@ -66,9 +72,14 @@ def logit_for(probability: float, policy: Policy) -> float:
     return z + _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z
 
 
-def deployed(p: Tensor, threshold: Tensor, k: int | None) -> Tensor:
-    """Return the hard gate: 1 for the `k` largest p, or where p is above the threshold."""
+def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Tensor:
+    """Return the hard gate: 1 for the `k` largest p, or where p is above the threshold.
+
+    The `floor` largest are open in any case.
+    """
     is_open = p > threshold if k is None else top_k_mask(p, k)
+    if floor > (k or 0):
+        is_open = is_open | top_k_mask(p, floor)
     return straight_through(is_open.to(p.dtype), p)
 
 

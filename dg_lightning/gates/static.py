@@ -61,5 +61,10 @@ class StaticGate(Gate):
         self.logit.add_(delta)
 
     @override
+    @torch.no_grad()
+    def scale_logits(self, factor: float) -> None:
+        self.logit.mul_(factor)
+
+    @override
     def _revive_blocks(self, blocks: Tensor) -> None:
         self.logit[blocks] = self.initial_logit().to(self.logit.dtype)

@@ -5,14 +5,30 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import DynamicGate, GatedLinear, gate_layers
 from dg_lightning.callbacks import GatePenalty
 from dg_lightning.compute import linear_maps
-from dg_lightning.penalties import expected_macs_usage, mean_probabilities
+from dg_lightning.penalties import MacsPrices, mean_rates, usage_term
+from dg_lightning.schedules import Schedule
+from dg_lightning.slots import slots_of
 
 WEIGHT = 0.7
+# Every usage term, with settings that make it act: rates start at 0.8 or so.
+USAGES: dict[str, dict[str, Any]] = {
+    "linear": {"usage": "linear"},
+    "linear of g": {"usage": "linear", "of": "g"},
+    "linear with weights": {"usage": "linear", "layer_weights": {"*1*": 3.0}},
+    "linear with costs": {"usage": "linear", "unit_costs": {"*1*": [1.0, 2, 3, 4, 5, 6]}},
+    "expected MACs": {"usage": "expected_macs"},
+    "target": {"usage": "target", "target": 0.3},
+    "target of g": {"usage": "target", "of": "g", "target": {"*0*": 0.3, "*1*": 0.2}},
+    "hinge below": {"usage": "hinge_below", "target": 0.95},
+    "hinge above": {"usage": "hinge_above", "target": 0.2, "power": 1},
+}
+every_usage = pytest.mark.parametrize("settings", USAGES.values(), ids=USAGES)
 
 
 class Foreign(pl.LightningModule):
@@ -60,18 +76,30 @@ def samples() -> Tensor:
     return torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 
 
-def analytic_gradient(usage: str, micro_batches: int) -> dict[str, Tensor]:
+def term_of(model: nn.Module, settings: dict[str, Any]) -> Tensor:
+    """The usage term of the last forward pass, differentiable, with no callback."""
+    gates = gate_layers(model)
+    shares = None
+    if costs := settings.get("unit_costs"):
+        shares = {name: torch.tensor(costs["*1*"]) / sum(costs["*1*"]) for name in list(gates)[1:]}
+    target = settings.get("target", 0.0)
+    weights = settings.get("layer_weights", {"*1*": 1.0})
+    return usage_term(
+        settings["usage"],
+        mean_rates(gates, settings.get("of", "p"), shares),
+        targets=torch.tensor(list(target.values()) if isinstance(target, dict) else [target] * 2),
+        power=settings.get("power", 2),
+        layer_weights=torch.tensor([1.0, weights["*1*"]]),
+        prices=MacsPrices(list(gates.values()), linear_maps(model)),
+    )
+
+
+def analytic_gradient(settings: dict[str, Any], micro_batches: int) -> dict[str, Tensor]:
     """The gradient of the mean over micro-batches of loss and penalty, with no Trainer."""
     model = Foreign()
     for x in samples().chunk(micro_batches):
         loss = model.training_step([x], 0)
-        gates = gate_layers(model)
-        means = mean_probabilities(gates)
-        if usage == "linear":
-            term = means.sum()
-        else:
-            term = expected_macs_usage(means, list(gates.values()), linear_maps(model))
-        ((loss + WEIGHT * term) / micro_batches).backward()
+        ((loss + WEIGHT * term_of(model, settings)) / micro_batches).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -88,70 +116,82 @@ def trainer_for(**arguments: Any) -> pl.Trainer:
 
 
 def fitted(
-    usage: Any, micro_batches: int = 1, cls: type[Foreign] = Foreign, **trainer: Any
+    settings: dict[str, Any],
+    micro_batches: int = 1,
+    cls: type[Foreign] = Foreign,
+    **trainer: Any,
 ) -> Foreign:
     model = cls()
     loader = DataLoader(TensorDataset(samples()), batch_size=16 // micro_batches)
     trainer_for(
-        callbacks=[GatePenalty(WEIGHT, usage)], accumulate_grad_batches=micro_batches, **trainer
+        callbacks=[GatePenalty(WEIGHT, **settings)],
+        accumulate_grad_batches=micro_batches,
+        **trainer,
     ).fit(model, loader)
     return model
 
 
-@pytest.mark.parametrize("usage", ["linear", "expected_macs"])
+@every_usage
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_gradient_equals_the_analytic_one(usage: str, micro_batches: int) -> None:
-    model = fitted(usage, micro_batches)
-    expected = analytic_gradient(usage, micro_batches)
+def test_gradient_equals_the_analytic_one(settings: dict[str, Any], micro_batches: int) -> None:
+    model = fitted(settings, micro_batches)
+    expected = analytic_gradient(settings, micro_batches)
+    without = analytic_gradient({"usage": "hinge_below", "target": 0.0}, micro_batches)
     assert model.grads.keys() == expected.keys()
     for name, grad in model.grads.items():
         torch.testing.assert_close(grad, expected[name], msg=name)
+    assert any(not torch.allclose(expected[name], without[name]) for name in expected)
 
 
-def test_manual_optimization_gets_the_same_gradient() -> None:
-    model = fitted("linear", cls=ForeignByHand)
-    for name, grad in analytic_gradient("linear", 1).items():
+@every_usage
+def test_manual_optimization_gets_the_same_gradient(settings: dict[str, Any]) -> None:
+    model = fitted(settings, cls=ForeignByHand)
+    for name, grad in analytic_gradient(settings, 1).items():
         torch.testing.assert_close(model.grads[name], grad, msg=name)
 
 
+@every_usage
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_with_and_without_a_loss_scaler(precision: str) -> None:
+def test_mixed_precision_with_and_without_a_loss_scaler(
+    precision: str, micro_batches: int, settings: dict[str, Any]
+) -> None:
     plugins = []
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # type: ignore[attr-defined]
         plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
-    model = fitted("linear", precision=None if plugins else precision, plugins=plugins)
-    for name, grad in analytic_gradient("linear", 1).items():
+    model = fitted(
+        settings, micro_batches, precision=None if plugins else precision, plugins=plugins
+    )
+    for name, grad in analytic_gradient(settings, micro_batches).items():
         torch.testing.assert_close(model.grads[name], grad, msg=name, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("usage", ["linear", "expected_macs"])
 def test_two_processes_equal_one_with_twice_the_batch(
-    usage: str, in_two_processes: Callable[[str], list[Any]]
+    in_two_processes: Callable[[str], list[Any]],
 ) -> None:
-    ranks = in_two_processes(f"""
+    ranks = in_two_processes("""
 sys.path.insert(0, sys.path[0] + "/callbacks")
 from test_gate_penalty import *
 class MeanSquare(Foreign):  # a mean over samples, so that halves average to the whole
     def training_step(self, batch, batch_idx):
         return self.backbone(batch[0]).square().mean()
-model = MeanSquare()
-loader = DataLoader(TensorDataset(samples()), batch_size=8)
-penalty = GatePenalty(WEIGHT, {usage!r})
-trainer_for(callbacks=[penalty], strategy="ddp", devices=2).fit(model, loader)
-result = {{name: grad.tolist() for name, grad in model.grads.items()}}
+result = {}
+for name, settings in USAGES.items():
+    model = MeanSquare()
+    loader = DataLoader(TensorDataset(samples()), batch_size=8)
+    penalty = GatePenalty(WEIGHT, **settings)
+    trainer_for(callbacks=[penalty], strategy="ddp", devices=2).fit(model, loader)
+    result[name] = {name: grad.tolist() for name, grad in model.grads.items()}
 """)
-    model = Foreign()
-    loss = model.backbone(samples()).square().mean()
-    gates = gate_layers(model)
-    means = mean_probabilities(gates)
-    term = means.sum()
-    if usage == "expected_macs":
-        term = expected_macs_usage(means, list(gates.values()), linear_maps(model))
-    (loss + WEIGHT * term).backward()
-    for grads in ranks:
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(torch.tensor(grads[name]), parameter.grad, msg=name)
+    for usage, settings in USAGES.items():
+        model = Foreign()
+        loss = model.backbone(samples()).square().mean()
+        (loss + WEIGHT * term_of(model, settings)).backward()
+        for grads in ranks:
+            for name, parameter in model.named_parameters():
+                found = torch.tensor(grads[usage][name])
+                torch.testing.assert_close(found, parameter.grad, msg=f"{usage}: {name}")
 
 
 def test_logs_the_usage_and_lets_go_of_the_graph() -> None:
@@ -160,7 +200,7 @@ def test_logs_the_usage_and_lets_go_of_the_graph() -> None:
     trainer.fit(model, DataLoader(TensorDataset(samples()), batch_size=16))
     fresh = Foreign()
     fresh.backbone(samples())
-    usage = mean_probabilities(gate_layers(fresh)).sum().item()
+    usage = mean_rates(gate_layers(fresh)).sum().item()
     assert trainer.callback_metrics["gates/penalty"].item() == pytest.approx(usage)
     assert trainer.callback_metrics["gates/penalty_weight"].item() == pytest.approx(WEIGHT)
     gate = gate_layers(model)["backbone.0.gate"]
@@ -193,8 +233,8 @@ class TwoLosses(ForeignByHand):
 
 
 def test_a_forward_pass_is_penalised_once_however_many_losses_it_has() -> None:
-    model = fitted("linear", cls=TwoLosses)
-    for name, grad in analytic_gradient("linear", 1).items():
+    model = fitted({"usage": "linear"}, cls=TwoLosses)
+    for name, grad in analytic_gradient({"usage": "linear"}, 1).items():
         torch.testing.assert_close(model.grads[name], grad, msg=name)
 
 
@@ -213,9 +253,9 @@ class VectorLoss(ForeignByHand):
 
 def test_what_would_make_it_act_wrongly_or_not_at_all_is_refused() -> None:
     with pytest.raises(RuntimeError, match="found no graph behind the gates' last forward pass"):
-        fitted("linear", cls=WithoutGraph)
+        fitted({"usage": "linear"}, cls=WithoutGraph)
     with pytest.raises(ValueError, match=r"needs a scalar loss, got shape \(16, 1\)"):
-        fitted("linear", cls=VectorLoss)
+        fitted({"usage": "linear"}, cls=VectorLoss)
     model = Foreign()
     model.backbone[1] = GatedLinear(8, 6, gate={"kind": "static"}, norm="layer")
     loader = DataLoader(TensorDataset(samples()), batch_size=16)
@@ -251,11 +291,129 @@ def test_runs_in_a_pytorch_lightning_trainer() -> None:
     assert (model.layer.gate.logit < before).all()  # type: ignore[union-attr,operator]
 
 
+def test_the_weight_follows_its_schedule_by_optimizer_steps() -> None:
+    weights = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            weights.append(trainer.callback_metrics["gates/penalty_weight"].item())
+
+    ramp = Schedule(0.0, 1.0, begin=2, until=6)
+    trainer = trainer_for(
+        max_steps=8,
+        accumulate_grad_batches=2,
+        callbacks=[GatePenalty(ramp), Watch()],
+        log_every_n_steps=1,
+    )
+    trainer.fit(Foreign(), DataLoader(TensorDataset(samples()), batch_size=2))
+    assert weights[::2] == weights[1::2] == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
+
+
+def test_phases_and_rescues_scale_the_gradient_on_their_gates() -> None:
+    callback = GatePenalty(WEIGHT)
+
+    class Factor(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            gates = list(callback.pressure.gates.values())
+            slots_of(trainer, gates[0]).phase_factor = 0.0
+            slots_of(trainer, gates[1]).phase_factor = 2.0
+            slots_of(trainer, gates[1]).rescue_factor = 0.25
+
+    model = Foreign()
+    trainer = trainer_for(callbacks=[callback, Factor()])
+    trainer.fit(model, DataLoader(TensorDataset(samples()), batch_size=16))
+    fresh = Foreign()
+    loss = fresh.training_step([samples()], 0)
+    rates = mean_rates(gate_layers(fresh))
+    (loss + WEIGHT * 0.5 * rates[1]).backward()
+    for name, parameter in fresh.named_parameters():
+        torch.testing.assert_close(model.grads[name], parameter.grad, msg=name)
+    assert trainer.callback_metrics["gates/penalty_weight"].item() == pytest.approx(WEIGHT / 4)
+
+
+def test_several_penalties_add_up_and_log_under_their_names() -> None:
+    model = Foreign()
+    penalties: list[Any] = [
+        GatePenalty(0.3, name="all"),
+        GatePenalty(2.0, "hinge_below", target=0.9, layers=["*0*"], name="floor"),
+    ]
+    trainer = trainer_for(callbacks=penalties)
+    trainer.fit(model, DataLoader(TensorDataset(samples()), batch_size=16))
+    fresh = Foreign()
+    loss = fresh.training_step([samples()], 0)
+    rates = mean_rates(gate_layers(fresh))
+    (loss + 0.3 * rates.sum() + 2.0 * (0.9 - rates[0]).relu() ** 2).backward()
+    for name, parameter in fresh.named_parameters():
+        torch.testing.assert_close(model.grads[name], parameter.grad, msg=name)
+    logged = {"gates/penalty/all", "gates/penalty/floor", "gates/penalty_weight/floor"}
+    assert logged <= set(trainer.callback_metrics)
+    with pytest.raises(ValueError, match="Two GatePenalty have the name None"):
+        trainer_for(callbacks=[GatePenalty(1), GatePenalty(1)]).fit(
+            Foreign(), DataLoader(TensorDataset(samples()))
+        )
+
+
+class Checkpointed(Foreign):
+    """Activations are computed again in the backward pass."""
+
+    reentrant = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        for layer in self.backbone:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x.square().mean().sqrt()
+
+
+class CheckpointedTheOldWay(Checkpointed):
+    reentrant = True
+
+
+@every_usage
+def test_activation_checkpointing_presses_once_or_is_refused(settings: dict[str, Any]) -> None:
+    model = fitted(settings, cls=Checkpointed)
+    for name, grad in analytic_gradient(settings, 1).items():
+        torch.testing.assert_close(model.grads[name], grad, msg=name)
+    with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
+        fitted(settings, cls=CheckpointedTheOldWay)
+
+
+def test_a_penalty_reaches_gates_that_the_loss_does_not() -> None:
+    model = Foreign()
+    model.backbone.append(nn.Linear(1, 1))
+
+    def without_gates(batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            pass
+        model.backbone[:3](batch[0])
+        return model.backbone[3](torch.ones(1, 1)).sum()  # type: ignore[no-any-return]
+
+    model.training_step = without_gates  # type: ignore[method-assign]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.on_before_optimizer_step = lambda optimizer: None  # type: ignore[method-assign]
+    trainer_for(callbacks=[GatePenalty(10.0)]).fit(
+        model, DataLoader(TensorDataset(samples()), batch_size=16)
+    )
+    bias = "backbone.0.gate.network.0.bias"
+    assert (dict(model.named_parameters())[bias] < before[bias]).all()
+
+
 def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
     with pytest.raises(ValueError, match="`weight` must be at least 0 and finite, got -1"):
         GatePenalty(-1)
-    with pytest.raises(ValueError, match="`usage` must be linear or expected_macs, got 'l0'"):
+    with pytest.raises(ValueError, match="`usage` must be one of .*, got 'l0'"):
         GatePenalty(1, "l0")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`target` has no meaning with `usage='linear'`"):
+        GatePenalty(1, target=0.5)
+    with pytest.raises(ValueError, match="`weight` as a schedule takes start, end, .*, got from"):
+        GatePenalty({"from": 1})  # type: ignore[arg-type]
+    for settings, message in [
+        ({"usage": "target"}, "needs a `target` for backbone.0.gate, backbone.1.gate"),
+        ({"layer_weights": {"no": 1.0}}, "`layer_weights` names 'no', which is no gate; there are"),
+        ({"unit_costs": {"*0*": [1.0]}}, "must be 8 numbers, at least 0 and not all 0, got 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fitted(settings)
     model = Foreign()
     model.backbone = nn.Sequential(nn.Linear(4, 1))
     with pytest.raises(ValueError, match="Foreign has no gate"):

@@ -1,0 +1,321 @@
+"""Hold a compute budget: the user names it, a controller finds the weight of the penalty."""
+
+import math
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dg_lightning.budget import GateBudget, Measure, Multiplier
+from dg_lightning.compute import linear_maps
+from dg_lightning.penalties import without_a_price
+from dg_lightning.plan import Curve, warn_of_risks
+from dg_lightning.protocol import gate_layers
+from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
+
+from ._pressure import Pressure, logs_now
+
+__all__ = ["BudgetController"]
+
+_MEASUREMENTS = 200  # over a training, where `every_n_steps` is not given
+_TOLERANCE = 0.01  # of the budget: closer than this, a landed gate is left alone
+_TRUST = 0.3  # in a single measurement after the landing
+_WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
+
+
+class BudgetController(pl.Callback):
+    """Brings gates to a budget of open units or executed MACs, and keeps them there.
+
+    It presses on expected usage as `GatePenalty` does, with a weight λ that a controller sets by
+    what the hard gates really use, decisions included. The share that may be used falls from all to
+    the budget between `begin` and `until`. At `landing` the gates are frozen: all logits of a
+    budget are shifted alike, so that it is used and not more, while the order in which units open
+    stays as learned; from then on only the weights of the net are trained.
+
+    Args:
+        budget: The share of the dense MACs or of all units, in (0, 1]; or one for each of several
+            groups of gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
+        measure: `macs` (of the linear maps of the whole module; with groups, of the maps behind
+            their gates) or `open_rate`.
+        method: `pi`, a proportional-integral controller on log λ, or `dual`, ascent on the
+            Lagrangian.
+        begin: When it begins to press.
+        until: When the budget is to be reached.
+        landing: When the gates are frozen on it.
+        every_n_steps: Optimizer steps between two measurements; 1/200 of the training when None.
+        initial_weight: λ to start with.
+        max_weight: The largest λ.
+        layers: Name patterns of the gates to press on, for a single budget; all when None.
+
+    Raises:
+        ValueError: If the budget cannot be met because gates at their floors, GateNets and maps
+            without gates use more, or if another penalty presses on the same gates.
+
+    | logged key | meaning |
+    |---|---|
+    | `gates/penalty` | the usage that is pressed on; `/<pattern>` behind it with several budgets |
+    | `gates/penalty_weight` | λ, likewise |
+    | `gates/budget_used`, `gates/budget_allowed` | what hard gates use, and may use now, likewise |
+
+    >>> BudgetController(budget=0.25).measure
+    'macs'
+    """
+
+    def __init__(
+        self,
+        budget: float | dict[str, float],
+        measure: Measure = "macs",
+        method: Literal["pi", "dual"] = "pi",
+        begin: Duration = 0.05,
+        until: Duration = 0.6,
+        landing: Duration = 0.7,
+        every_n_steps: int | None = None,
+        initial_weight: float = 0.1,
+        max_weight: float = 100.0,
+        layers: list[str] | None = None,
+    ) -> None:
+        for share in budget.values() if isinstance(budget, dict) else [budget]:
+            if not 0 < share <= 1:
+                raise ValueError(f"`budget` must be in (0, 1], got {share}.")
+        if isinstance(budget, dict) and layers is not None:
+            raise ValueError("`layers` goes with a single budget; a dict names its gates itself.")
+        if measure not in ("macs", "open_rate"):
+            raise ValueError(f"`measure` must be macs or open_rate, got {measure!r}.")
+        if method not in ("pi", "dual"):
+            raise ValueError(f"`method` must be pi or dual, got {method!r}.")
+        if not 0 < initial_weight <= max_weight < math.inf:
+            raise ValueError(
+                "`initial_weight` must be above 0 and at most `max_weight`, got "
+                f"{initial_weight} and {max_weight}."
+            )
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        for name, duration in (("begin", begin), ("until", until), ("landing", landing)):
+            check_duration(name, duration)
+        self.budget = dict(budget) if isinstance(budget, dict) else budget
+        self.measure: Measure = measure
+        self.method: Literal["pi", "dual"] = method
+        self.begin, self.until, self.landing = begin, until, landing
+        self.every_n_steps = every_n_steps
+        self.initial_weight = initial_weight
+        self.max_weight = max_weight
+        self.layers = layers
+        self.pressure = Pressure({})
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.landed = False
+        self._multipliers: dict[str, Multiplier] = {}
+        self._used: dict[str, Tensor] = {}
+        self._measured_at = 0
+        self._frozen: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def reached(self) -> dict[str, float]:
+        """What hard gates used in the last measurement, by budget."""
+        return {name: float(used) for name, used in self._used.items()}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.global_step == 0:
+            self._start_anew()
+        everything, maps = gate_layers(pl_module), linear_maps(pl_module)
+        groups = self.budget if isinstance(self.budget, dict) else {"": self.budget}
+        self._budgets: dict[str, GateBudget] = {}
+        for pattern, share in groups.items():
+            gates = gate_layers(pl_module, [pattern] if pattern else self.layers)
+            if self.measure == "macs" and (unknown := without_a_price(gates, maps)):
+                raise ValueError(
+                    f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
+                    "declare it in `feeds` of the gate, or set `measure='open_rate'`."
+                )
+            own = [m for m in maps if not pattern or m.output_gate in gates.values()] or [
+                m for m in maps if m.input_gate in gates.values()
+            ]
+            self._budgets[pattern] = GateBudget(
+                gates, list(everything.values()), own, self.measure, share
+            )
+            if pattern not in self._multipliers:
+                self._multipliers[pattern] = Multiplier(
+                    self.method, self.initial_weight, self.max_weight
+                )
+        pressed = [name for budget in self._budgets.values() for name in budget.gates]
+        if len(pressed) > len(set(pressed)):
+            twice = next(name for name in pressed if pressed.count(name) > 1)
+            raise ValueError(f"Two patterns of `budget` name the gate {twice}: let one do.")
+        fixed = [name for name in pressed if getattr(everything[name], "k", None) is not None]
+        if fixed:
+            raise ValueError(
+                f"{', '.join(fixed)} has a fixed number of open gates (`policy: top_k`), which no "
+                "penalty changes: set its `k`, or another policy."
+            )
+        self.pressure = Pressure({name: everything[name] for name in pressed})
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            theirs = getattr(getattr(other, "pressure", None), "gates", {})
+            if other is not self and (shared := sorted(set(theirs) & set(self.pressure.gates))):
+                raise ValueError(
+                    f"{type(other).__name__} and BudgetController both press on {shared[0]}: "
+                    "the weight of a penalty has one owner; remove one, or part them by `layers`."
+                )
+        for name, budget in self._budgets.items():
+            if (least := budget.least()) > budget.budget:
+                deciding = budget.least_decisions() if self.measure == "macs" else 0.0
+                raise ValueError(
+                    f"The budget {budget.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
+                    f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
+                    "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
+                )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        clock = Clock.of(trainer)
+        self._allowed_at = {name: self._allowed(b, clock) for name, b in self._budgets.items()}
+        self._begin, self._landing = clock.steps(self.begin), clock.steps(self.landing)
+        self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
+        warn_of_risks(self, trainer, pl_module)
+        if self.landed:
+            self._freeze()
+
+    def _allowed(self, budget: GateBudget, clock: Clock) -> ValueAt:
+        """Return the share that may be used over the steps."""
+        return Schedule(
+            1.0, budget.budget, "exponential", begin=self.begin, until=self.until
+        ).resolve(clock)
+
+    def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
+        """Return what this callback sets over the steps."""
+        groups = self.budget if isinstance(self.budget, dict) else {"": self.budget}
+        curves = []
+        for pattern, share in groups.items():
+            gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
+            allowed = Schedule(1.0, share, "exponential", begin=self.begin, until=self.until)
+            label = f"allowed {self.measure} {pattern}".strip()
+            curves.append(Curve("budget", label, allowed.resolve(clock), gates))
+        return curves
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        pressing = not self.landed and trainer.global_step >= self._begin
+        for slots in self.pressure.slots(trainer):
+            slots.pressing = bool(slots.pressing) or pressing
+        if not pressing:
+            return
+        weights = {name: m.value.to(loss.device) for name, m in self._multipliers.items()}
+        sizes = [len(budget.gates) for budget in self._budgets.values()]
+
+        def gradient_of(rates: Tensor) -> Tensor:
+            parts = zip(self._budgets.items(), rates.split(sizes), strict=True)
+            pulls = [weights[name] * budget.usage_gradient(part) for (name, budget), part in parts]
+            return torch.cat(pulls) if len(pulls) > 1 else pulls[0]
+
+        rates = self.pressure.act(trainer, pl_module, loss, gradient_of)
+        if rates is not None and logs_now(trainer):
+            for (name, budget), part in zip(self._budgets.items(), rates.split(sizes), strict=True):
+                pl_module.log(_key("gates/penalty", name), budget.usage(part))
+                pl_module.log(_key("gates/penalty_weight", name), weights[name])
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self.pressure.let_go()
+        self._hold()
+        step = trainer.global_step
+        lands = not self.landed and step >= self._landing
+        if step > self._measured_at and (step % self._interval == 0 or lands):
+            self._measured_at = step
+            self._measure(trainer, pl_module, step)
+
+    def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
+        """See what is used, and act on it: move λ, or land."""
+        for name, budget in self._budgets.items():
+            now = budget.used()
+            used = now if trainer.world_size == 1 else trainer.strategy.reduce(now.clone(), "mean")
+            allowed = self._allowed_at[name](step)
+            pl_module.log(_key("gates/budget_used", name), used)
+            pl_module.log(_key("gates/budget_allowed", name), allowed)
+            if step >= self._landing:
+                self._land(trainer, budget, name, used)
+            else:
+                self._used[name] = used
+                if step >= self._begin:
+                    self._multipliers[name].update(used, allowed)
+        if step >= self._landing:
+            self.landed = True
+            self._freeze()
+
+    def _land(self, trainer: Any, budget: GateBudget, name: str, used: Tensor) -> None:
+        """Shift the logits of a budget's gates to where it is used, unless it is already."""
+        # What input-dependent gates use differs from batch to batch: trust several of them.
+        before = self._used.get(name) if self.landed else None
+        smooth = used if before is None else before + _TRUST * (used - before)
+        self._used[name] = smooth
+        if self.landed and abs(float(smooth) / budget.budget - 1) <= _TOLERANCE:
+            return
+        amount = torch.tensor(budget.shift_for(float(budget.used() + budget.budget - smooth)))
+        if trainer.world_size > 1:  # ranks see other samples; all must shift alike
+            amount = trainer.strategy.reduce(amount.to(used.device), "mean")
+        if amount:
+            self._used[name] = budget.used(float(amount))
+            budget.shift(float(amount))
+
+    def _freeze(self) -> None:
+        """Remember the parameters of the gates, to keep them through the optimizer's steps."""
+        gates = [gate for gate in self.pressure.gates.values() if isinstance(gate, nn.Module)]
+        parameters = [parameter for gate in gates for parameter in gate.parameters()]
+        self._frozen = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    @torch.no_grad()
+    def _hold(self) -> None:
+        # Not by `requires_grad` or an empty `grad`: DDP and a loss scaler count on gradients.
+        for parameter, value in self._frozen:
+            parameter.copy_(value)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, used in self.reached.items():
+            state = "landed" if self.landed else "training ended before the landing"
+            what = f"{_WORDS[self.measure]}{f' of {name}' if name else ''}"
+            rank_zero_info(
+                f"BudgetController: {used:.2%} {what} for a budget of "
+                f"{self._budgets[name].budget:.2%} ({state})."
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "landed": self.landed,
+            "measured_at": self._measured_at,
+            "multipliers": {name: m.state_dict() for name, m in self._multipliers.items()},
+            "used": self.reached,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.landed = state_dict["landed"]
+        self._measured_at = state_dict["measured_at"]
+        for name, state in state_dict["multipliers"].items():
+            if name in self._multipliers:
+                self._multipliers[name].load_state_dict(state)
+        self._used = {
+            n: torch.tensor(u, dtype=torch.float64) for n, u in state_dict["used"].items()
+        }
+
+
+def _key(key: str, name: str) -> str:
+    return f"{key}/{name}" if name else key

@@ -1,0 +1,200 @@
+"""Name a collapse of gates while it happens; warn, rescue or stop (section 4.1 of the paper)."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.averaging import keep_settings_live
+from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
+from dg_lightning.deployed import floor_of
+from dg_lightning.gate_statistics import GateFigures, GateStatistics, unit_rates
+from dg_lightning.protocol import GateLike, gate_layers
+from dg_lightning.rescue import Rescue
+from dg_lightning.schedules import Clock
+from dg_lightning.slots import slots_of
+
+__all__ = ["CollapseDetector"]
+
+_KEPT = 20  # states of a gate
+
+
+class CollapseDetector(pl.Callback):
+    """Watches p and g of every gate, and says in one line what goes wrong, where and why.
+
+    Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p itself falls),
+    `phase_shock` (a collapse at a phase boundary), `all_open`, `identical_gates`, `flapping`, and
+    of GateNets `input_independent`, `dead_units`, `always_on_units`. Nothing is judged before
+    something has begun to close gates.
+
+    Args:
+        action: `warn` says it; `rescue` also backs the penalty off, lowers θ, raises τ, lifts
+            biases or revives units, as the mode asks for, and takes it back when the gate has been
+            healthy for a while; `stop` ends the training, on all processes.
+        every_n_steps: Optimizer steps between two checks; the Trainer's logging interval when None,
+            and at most 1/20 of the training.
+        limits: Where health ends.
+        modes: The modes to act on; all when None.
+        layers: Name patterns of the gates; all when None.
+
+    | logged key | meaning |
+    |---|---|
+    | `collapse/<mode>` | how many gates show it now |
+
+    >>> CollapseDetector(action="rescue").action
+    'rescue'
+    """
+
+    def __init__(
+        self,
+        action: Literal["warn", "rescue", "stop"] = "warn",
+        every_n_steps: int | None = None,
+        limits: Limits | None = None,
+        modes: list[Mode] | None = None,
+        layers: list[str] | None = None,
+    ) -> None:
+        if action not in ("warn", "rescue", "stop"):
+            raise ValueError(f"`action` must be warn, rescue or stop, got {action!r}.")
+        if every_n_steps is not None and every_n_steps < 2:
+            raise ValueError(f"`every_n_steps` must be at least 2, got {every_n_steps}.")
+        if unknown := [mode for mode in modes or [] if mode not in MODES]:
+            raise ValueError(f"There is no mode {unknown[0]!r}; there are {', '.join(MODES)}.")
+        self.action = action
+        self.every_n_steps = every_n_steps
+        self.limits = Limits(**limits) if isinstance(limits, dict) else limits or Limits()
+        self.modes = MODES if modes is None else tuple(modes)
+        self.layers = layers
+        self._gates: dict[str, GateLike] = {}
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.verdicts: list[dict[str, Any]] = []
+        self._history: dict[str, list[GateState]] = {}
+        self._showing: dict[str, str] = {}
+        self._pressed_since: dict[str, int] = {}
+        self._rescues: dict[str, Rescue] = {}
+        self._checked_at = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if trainer.global_step == 0:
+            self._start_anew()
+        self._gates = gate_layers(pl_module, self.layers)
+        self._statistics = GateStatistics(list(self._gates.values()))
+        for name in self._gates:
+            self._history.setdefault(name, [])
+            self._rescues.setdefault(name, Rescue())
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        total = Clock.of(trainer).total_steps
+        interval = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
+        self._interval = max(2, min(interval, total // 20))
+        self._total = total
+        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        for name, gate in self._gates.items():
+            self._rescues[name].restore(trainer, gate)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        phase = step % self._interval
+        if step == self._checked_at or phase not in (0, self._interval - 1):
+            return
+        self._checked_at = step
+        rates = self._rates(trainer)
+        if phase:
+            self._statistics.before(rates)
+            return
+        figures = self._statistics.check(rates)
+        found: dict[str, Verdict] = {}
+        for (name, gate), gate_figures in zip(self._gates.items(), figures, strict=True):
+            history = self._history[name]
+            history.append(self._state(trainer, name, gate, gate_figures))
+            del history[:-_KEPT]
+            verdict = diagnose(history, self.limits)
+            if verdict is not None and verdict.mode in self.modes:
+                found[name] = verdict
+        shown = [verdict.mode for verdict in found.values()]
+        pl_module.log_dict({f"collapse/{mode}": float(shown.count(mode)) for mode in self.modes})
+        self._act(trainer, step, found)
+
+    def _rates(self, trainer: Any) -> Tensor:
+        rates = unit_rates(list(self._gates.values()))
+        if trainer.world_size > 1:
+            rates = trainer.strategy.reduce(rates, "mean")
+        return rates
+
+    def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
+        """Join what was measured with what the schedules say."""
+        slots = slots_of(trainer, gate)
+        begun = slots.pressing is not False
+        if begun:
+            self._pressed_since.setdefault(name, trainer.global_step)
+        since = self._pressed_since.get(name, trainer.global_step)
+        return GateState(
+            trainer.global_step,
+            **figures._asdict(),
+            floor=floor_of(gate) * gate.block_size / gate.units,
+            initial_p=gate.initial_open_rate,
+            input_dependent=gate.input_dependent,
+            begun=begun,
+            pressed=(trainer.global_step - since) / self._total,
+            keep=slots.keep,
+            factor=slots.phase_factor,
+        )
+
+    def _act(self, trainer: Any, step: int, found: dict[str, Verdict]) -> None:
+        for index, (name, gate) in enumerate(self._gates.items()):
+            verdict = found.get(name)
+            if verdict is not None and self._showing.get(name) != verdict.mode:
+                rank_zero_warn(verdict.line(step, name))
+                self.verdicts.append({"step": step, "layer": name, "mode": verdict.mode})
+            if verdict is None:
+                self._showing.pop(name, None)
+            else:
+                self._showing[name] = verdict.mode
+            if self.action == "rescue":
+                dead = self._statistics.dead_units(index, gate.block_size)
+                now = self._history[name][-1]
+                done = self._rescues[name].act(trainer, gate, now, verdict, dead)
+                if done is not None:
+                    rank_zero_info(f"CollapseDetector at step {step}, {name}: {done}.")
+                if done is not None and verdict is not None:
+                    self._history[name].clear()  # what was seen before is no longer so
+        if self.action == "stop" and not trainer.fast_dev_run:
+            stop = trainer.strategy.reduce_boolean_decision(bool(found), all=False)
+            trainer.should_stop = trainer.should_stop or stop
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "verdicts": list(self.verdicts),
+            "history": {n: [state.as_dict() for state in h] for n, h in self._history.items()},
+            "showing": dict(self._showing),
+            "pressed_since": dict(self._pressed_since),
+            "rescues": {name: rescue.as_dict() for name, rescue in self._rescues.items()},
+            "checked_at": self._checked_at,
+            "statistics": self._statistics.state_dict(),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.verdicts = list(state_dict["verdicts"])
+        self._history |= {n: [GateState(**s) for s in h] for n, h in state_dict["history"].items()}
+        self._showing = dict(state_dict["showing"])
+        self._pressed_since = dict(state_dict["pressed_since"])
+        self._rescues |= {name: Rescue(**r) for name, r in state_dict["rescues"].items()}
+        self._checked_at = state_dict["checked_at"]
+        self._statistics.load_state_dict(state_dict["statistics"])

@@ -1,0 +1,103 @@
+"""Resume as if nothing had happened: every random generator travels in the checkpoint."""
+
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+__all__ = ["ExactResume"]
+
+_KEY = "random_generators"
+
+
+class ExactResume(pl.Callback):
+    """Saves every random generator of every process, and restores it when a run is resumed.
+
+    Dropout, gates that are drawn and anything else that draws random numbers then go on as in the
+    uninterrupted run: Python's `random`, NumPy's global generator, and torch's on the CPU and on
+    every CUDA device. The order of the data is the DataModule's business.
+
+    A checkpoint of another number of processes restores nothing and says so.
+
+    >>> sorted(ExactResume.generators())[:2]
+    ['numpy', 'python']
+    """
+
+    def __init__(self) -> None:
+        self._to_restore: dict[str, Any] | None = None
+
+    @staticmethod
+    def generators() -> dict[str, Any]:
+        """Return the state of every generator of this process, as tensors and plain values."""
+        import numpy as np
+
+        version, words, gauss = random.getstate()
+        state = np.random.get_state(legacy=True)
+        assert isinstance(state, tuple)
+        kind, keys, position, has_gauss, cached = state
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+            "torch": torch.get_rng_state(),
+            "cuda": [s.cpu() for s in torch.cuda.get_rng_state_all()],
+        }
+
+    @staticmethod
+    def restore(state: dict[str, Any]) -> None:
+        """Set every generator of this process."""
+        import numpy as np
+
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+        torch.set_rng_state(state["torch"].cpu())
+        if len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states: list[Any] = [self.generators()]
+        if trainer.world_size > 1:  # Lightning dumps on every process, and writes on the first
+            states = [None] * trainer.world_size
+            dist.all_gather_object(states, self.generators())
+        checkpoint[_KEY] = states
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states = checkpoint.get(_KEY)
+        if states is None:
+            rank_zero_warn(
+                "The checkpoint was saved without ExactResume: random numbers will not be those of "
+                "the uninterrupted run."
+            )
+        elif len(states) != trainer.world_size:
+            rank_zero_warn(
+                f"The checkpoint has the random generators of {len(states)} processes, this run "
+                f"has {trainer.world_size}: random numbers will not be those of the "
+                "uninterrupted run."
+            )
+        else:
+            self._to_restore = states[trainer.global_rank]
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._to_restore is not None:
+            self.restore(self._to_restore)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # In the middle of an epoch, loaders have drawn their seeds anew since the start.
+        if self._to_restore is not None and batch_idx > 0:
+            self.restore(self._to_restore)
+        self._to_restore = None

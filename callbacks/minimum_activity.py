@@ -1,0 +1,136 @@
+"""Keep a minimum of gates open (section 4.1 (4) of the paper)."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from dg_lightning.averaging import keep_settings_live
+from dg_lightning.gate_statistics import GateStatistics, unit_rates
+from dg_lightning.protocol import GateLike, by_pattern, gate_layers
+from dg_lightning.schedules import Clock, Duration, check_duration
+
+__all__ = ["MinimumActivity"]
+
+_CHECKS = 10  # looks at a unit, before it counts as dead
+
+
+class MinimumActivity(pl.Callback):
+    """Sets a floor on open gates, which holds in deployment too, and revives dead units.
+
+    The floor becomes part of the gate: every sample has at least so many units open, the ones with
+    the largest p, and a checkpoint carries it.
+
+    Args:
+        min_open: The floor, a float as a share of a layer's gates (the paper's r_min, 0.05 to 0.1),
+            an int as a count (its forced top-k); one for all gates, or by name pattern. None leaves
+            the gates' own.
+        revive_after: Revive the units of GateNets that no sample has opened for so long: they go
+            back to their initial open rate. None for never.
+        revive_until: When to stop reviving, so that gates can settle.
+        layers: Name patterns of the gates; all when None.
+
+    >>> MinimumActivity(min_open=0.05).min_open
+    0.05
+    """
+
+    def __init__(
+        self,
+        min_open: int | float | dict[str, int | float] | None = 0.05,
+        revive_after: Duration | None = None,
+        revive_until: Duration = 0.75,
+        layers: list[str] | None = None,
+    ) -> None:
+        for floor in min_open.values() if isinstance(min_open, dict) else [min_open]:
+            if floor is not None and (floor < 0 or (isinstance(floor, float) and floor > 1)):
+                raise ValueError(
+                    f"`min_open` must be a share in [0, 1] or a count from 0 on, got {floor}."
+                )
+        if revive_after is not None:
+            check_duration("revive_after", revive_after)
+        check_duration("revive_until", revive_until)
+        self.min_open = min_open
+        self.revive_after = revive_after
+        self.revive_until = revive_until
+        self.layers = layers
+        self.revived = 0
+        self._gates: dict[str, GateLike] = {}
+        self._seen_at = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._gates = gate_layers(pl_module, self.layers)
+        if isinstance(self.min_open, dict):
+            floors = by_pattern("min_open", self.min_open, self._gates, None)
+        else:
+            floors = [self.min_open] * len(self._gates)
+        for gate, floor in zip(self._gates.values(), floors, strict=True):
+            if floor is not None:
+                gate.set_min_open(floor)
+        self._watched = {n: gate for n, gate in self._gates.items() if gate.input_dependent}
+        if self.revive_after is not None and not self._watched:
+            raise ValueError(
+                "`revive_after` is for GateNets, and there are none: a closed static gate saves "
+                "its unit for good, and has a gradient to open again; leave it out."
+            )
+        self._statistics = GateStatistics(list(self._watched.values()), _CHECKS)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        if self.revive_after is not None:
+            clock = Clock.of(trainer)
+            self._interval = max(1, clock.steps(self.revive_after) // _CHECKS)
+            self._until = clock.steps(self.revive_until)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if self.revive_after is None or step == self._seen_at or step > self._until:
+            return
+        if step % self._interval:
+            return
+        self._seen_at = step
+        gates = list(self._watched.values())
+        rates = unit_rates(gates)
+        if trainer.world_size > 1:
+            reduced = trainer.strategy.reduce(rates, "mean")
+            assert not isinstance(reduced, bool)
+            rates = reduced
+        figures = self._statistics.check(rates)
+        if not self._statistics.filled:
+            return
+        for index, (name, gate) in enumerate(self._watched.items()):
+            if figures[index].dead:
+                dead = self._statistics.dead_units(index, gate.block_size)
+                gate.revive(dead)
+                self.revived += int(dead.sum())
+                rank_zero_info(
+                    f"MinimumActivity at step {step}, {name}: revived {int(dead.sum())} units that "
+                    "no sample had opened."
+                )
+        self._statistics = GateStatistics(gates, _CHECKS)  # everybody has a new chance
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "revived": self.revived,
+            "seen_at": self._seen_at,
+            "statistics": self._statistics.state_dict(),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.revived = state_dict["revived"]
+        self._seen_at = state_dict["seen_at"]
+        self._statistics.load_state_dict(state_dict["statistics"])

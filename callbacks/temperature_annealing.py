@@ -1,0 +1,89 @@
+"""Anneal the temperature of gates (section 4.1 of the paper: high at first, then gently lower)."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from dg_lightning.averaging import keep_settings_live
+from dg_lightning.plan import Curve, warn_of_risks
+from dg_lightning.protocol import GateLike, gate_layers, start_open_at
+from dg_lightning.schedules import Clock, Duration, Schedule, Shape
+from dg_lightning.slots import set_temperature, slots_of
+
+from ._pressure import logs_now
+
+__all__ = ["TemperatureAnnealing"]
+
+
+class TemperatureAnnealing(pl.Callback):
+    """Sets the temperature τ of every gate from a schedule, before each optimizer step.
+
+    τ is part of the gate, so a checkpoint is deployed with the τ of its step. Where the schedule
+    starts at another τ than the gates were built with, their logits are scaled along once, so that
+    every unit starts with the p that it was given.
+
+    Args:
+        start: τ at `begin` and before.
+        end: τ from `until` on.
+        shape: The way between them.
+        begin: When it sets out.
+        until: When it arrives.
+        staircase: `epoch` holds τ through each epoch.
+        layers: Name patterns of the gates; all when None.
+
+    | logged key | meaning |
+    |---|---|
+    | `gates/temperature` | τ; with `/<layer>` behind it for the gates that `layers` names |
+
+    >>> TemperatureAnnealing(start=2.0, end=1.0, until=0.7).schedule.end
+    1.0
+    """
+
+    def __init__(
+        self,
+        start: float = 2.0,
+        end: float = 1.0,
+        shape: Shape = "linear",
+        begin: Duration = 0,
+        until: Duration = 0.7,
+        staircase: Literal["epoch"] | None = None,
+        layers: list[str] | None = None,
+    ) -> None:
+        if min(start, end) <= 0:
+            raise ValueError(f"A temperature must be above 0, got {start} and {end}.")
+        self.schedule = Schedule(start, end, shape, begin, until, staircase=staircase)
+        self.layers = layers
+        self._gates: dict[str, GateLike] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._gates = gate_layers(pl_module, self.layers)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._value_at = self.schedule.resolve(Clock.of(trainer))
+        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        warn_of_risks(self, trainer, pl_module)
+        if trainer.global_step == 0:
+            for gate in self._gates.values():
+                start_open_at(gate, self._value_at(0))
+
+    def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
+        """Return what this callback sets over the steps."""
+        gates = tuple(gate_layers(pl_module, self.layers))
+        return [Curve("temperature", "τ", self.schedule.resolve(clock), gates)]
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        value = self._value_at(trainer.global_step)
+        for gate in self._gates.values():
+            if slots_of(trainer, gate).temperature != value:
+                set_temperature(trainer, gate, value)
+        if logs_now(trainer):
+            suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
+            for suffix in suffixes:
+                pl_module.log(f"gates/temperature{suffix}", value)

@@ -1,0 +1,52 @@
+"""Averages of weights (EMA, SWA) that leave the settings of gates alone.
+
+Torch's `AveragedModel` averages buffers too. A temperature, a threshold or a floor that is averaged
+over a schedule belongs to no moment of the training: what is deployed must be the live one.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from dg_lightning.protocol import gate_layers
+
+__all__ = ["keep_settings_live"]
+
+_SETTINGS = ("temperature", "threshold", "min_open")
+
+
+def keep_settings_live(module: nn.Module, callbacks: Iterable[Any]) -> None:
+    """Let every `AveragedModel` that a callback holds share the settings of the module's gates.
+
+    The average then has the very tensors of the module, whoever swaps, saves or copies it.
+    """
+    live = gate_layers(module, required=False)
+    for callback in callbacks:
+        for average in list(vars(callback).values()):
+            if isinstance(average, AveragedModel):
+                _share_settings(average, live)
+
+
+def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:
+    shared: list[Tensor] = []
+    for name, gate in gate_layers(average.module, required=False).items():
+        if name not in live:
+            continue
+        for setting in _SETTINGS:
+            if getattr(gate, setting) is getattr(live[name], setting):
+                return  # done before, in this fit
+            setattr(gate, setting, getattr(live[name], setting))
+            shared.append(getattr(gate, setting))
+    update = average.update_parameters
+
+    @torch.no_grad()
+    def update_all_but_settings(model: nn.Module) -> None:
+        values = [setting.clone() for setting in shared]  # averaged with itself, it may be rounded
+        update(model)
+        for setting, value in zip(shared, values, strict=True):
+            setting.copy_(value)
+
+    average.update_parameters = update_all_but_settings  # type: ignore[method-assign]

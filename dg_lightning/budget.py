@@ -1,0 +1,210 @@
+"""Compute budgets: what gates use of one, what to press on, and how to land on it exactly.
+
+Everything is measured on the gates as they are deployed: hard, with their floors, and with what
+deciding costs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dg_lightning.compute import LinearMap, decision_macs, executed_macs
+from dg_lightning.deployed import deployed_gate, floor_of
+from dg_lightning.penalties import MacsPrices
+from dg_lightning.protocol import GateLike
+
+__all__ = ["GateBudget", "Measure", "Multiplier"]
+
+Measure: TypeAlias = Literal["macs", "open_rate"]
+
+_MOST_CANDIDATES = 4096
+
+
+@contextmanager
+def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> Iterator[None]:
+    """Let gates show their deployed decision as the one of the last forward pass."""
+    before = [gate.gate for gate in gates]
+    for gate in gates:
+        gate.gate = deployed_gate(gate, shifts.get(gate, 0.0)).float()
+    try:
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.gate = value
+
+
+class GateBudget:
+    """A budget for some gates: a share of their units, or of the MACs of linear maps.
+
+    Args:
+        gates: The gates that are pressed on and shifted.
+        all_gates: All gates of the module.
+        maps: The linear maps that the MACs are counted of.
+        measure: `macs` counts executed MACs and decisions, over the dense MACs of the maps;
+            `open_rate` open units over all units.
+        budget: The share.
+    """
+
+    def __init__(
+        self,
+        gates: Mapping[str, GateLike],
+        all_gates: Sequence[GateLike],
+        maps: Sequence[LinearMap],
+        measure: Measure,
+        budget: float,
+    ) -> None:
+        self.gates = gates
+        self.all_gates = all_gates
+        self.maps = maps
+        self.measure = measure
+        self.budget = budget
+        self.macs_dense = sum(m.macs_dense for m in maps)
+        self.prices = MacsPrices(list(gates.values()), maps) if measure == "macs" else None
+
+    @torch.no_grad()
+    def used(self, shift: float = 0.0) -> Tensor:
+        """Return the share that the last forward pass used: 0-d, on the gates' device."""
+        gates = list(self.gates.values())
+        with _deployed(self.all_gates, dict.fromkeys(gates, shift)):
+            if self.measure == "open_rate":
+                opened = [_row_mean(gate.gate.sum(-1)) * gate.block_size for gate in gates]  # type: ignore[union-attr]
+                return torch.stack(opened).sum() / sum(gate.units for gate in gates)
+            device = gates[0].threshold.device
+            counts = [executed_macs(m) for m in self.maps]
+            counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
+            total = torch.stack([_row_mean(count).to(device) for count in counts]).sum()
+            return total / self.macs_dense
+
+    def _deciding(self) -> list[GateLike]:
+        """Return the gates whose decisions are part of the MACs."""
+        own = [m.output_gate for m in self.maps]
+        return [g for g in self.all_gates if g in self.gates.values() or g in own]
+
+    def least(self) -> float:
+        """Return the share that is used when every gate is at its floor: no budget can be lower."""
+        if self.measure == "open_rate":
+            floors = sum(floor_of(gate) * gate.block_size for gate in self.gates.values())
+            return floors / sum(gate.units for gate in self.gates.values())
+        total = 0.0
+        for m in self.maps:
+            rows, columns = m.output_gate if m.skips_rows else None, m.input_gate
+            total += int(m.connections) * _floor_share(rows) * _floor_share(columns)
+        return (total + self.least_decisions() * self.macs_dense) / self.macs_dense
+
+    def least_decisions(self) -> float:
+        """Return the share that deciding takes alone, with every gate at its floor."""
+        total = 0
+        for gate in self._deciding():
+            before = next((m.input_gate for m in self.maps if m.output_gate is gate), None)
+            inputs = None if before is None else torch.tensor(floor_of(before) * before.block_size)
+            total += int(gate.decision_macs(inputs))
+        return total / self.macs_dense
+
+    def usage(self, rates: Tensor) -> Tensor:
+        """Return what is pressed on, from the mean p of each gate."""
+        return self.prices.usage(rates) if self.prices else (rates * self._units(rates)).sum()
+
+    def usage_gradient(self, rates: Tensor) -> Tensor:
+        """Return its derivative by each rate."""
+        return self.prices.gradient(rates) if self.prices else self._units(rates)
+
+    def _units(self, like: Tensor) -> Tensor:
+        """Return each gate's share of all units."""
+        units = torch.tensor([float(gate.units) for gate in self.gates.values()])
+        return (units / units.sum()).to(like.device)
+
+    @torch.no_grad()
+    def shift_for(self, target: float) -> float:
+        """Return what to add to every ``z / τ``, so that `target` is used and not more.
+
+        Shifted alike, gates open in the order that was learned. 0 where nothing has to change.
+        """
+        distances = [
+            torch.logit(gate.threshold.double()) - torch.logit(gate.probability.double().flatten())
+            for gate in self.gates.values()
+            if gate.probability is not None
+        ]
+        needed = torch.cat(distances).cpu()  # the shift that opens each unit
+        needed = needed[needed.isfinite()].unique()
+        if len(needed) > _MOST_CANDIDATES:
+            needed = needed[torch.linspace(0, len(needed) - 1, _MOST_CANDIDATES).long()]
+        if not len(needed):
+            return 0.0
+        halfway = (needed[1:] + needed[:-1]) / 2  # between two units nothing changes
+        shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
+        low, high = 0, len(shifts) - 1
+        while low < high:  # the last shift that does not use too much
+            middle = (low + high + 1) // 2
+            if self.used(shifts[middle]) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        return 0.0 if self.used(shifts[low]) == self.used() else shifts[low]
+
+    def shift(self, amount: float) -> None:
+        """Add to every ``z / τ``."""
+        for gate in self.gates.values():
+            gate.shift_bias(amount * float(gate.temperature))
+
+
+class Multiplier:
+    """λ of a budget, moved by what was used; all arithmetic stays on the device.
+
+    `pi` is a proportional-integral controller on log λ, which finds the scale of any loss;
+    `dual` is gradient ascent on the Lagrangian.
+
+    Args:
+        method: The rule.
+        initial: The first λ.
+        highest: The largest λ.
+        integral: Gain of the summed error; of `dual`, the step of λ as a multiple of `initial`.
+        proportional: Gain of the change of the error.
+    """
+
+    def __init__(
+        self,
+        method: Literal["pi", "dual"],
+        initial: float,
+        highest: float,
+        integral: float = 0.15,
+        proportional: float = 1.0,
+    ) -> None:
+        self.method = method
+        self.initial = initial
+        self.highest = highest
+        self.lowest = initial * 1e-3
+        self.integral = integral
+        self.proportional = proportional
+        self.value = torch.tensor(initial)
+        self.error = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def update(self, used: Tensor, reference: float) -> None:
+        """Raise λ where more was used than wanted, lower it where less."""
+        value, before = self.value.to(used.device), self.error.to(used.device)
+        error = torch.log(used.clamp_min(1e-6) / reference).clamp(-0.5, 0.5)
+        if self.method == "pi":
+            step = self.integral * error + self.proportional * (error - before)
+            value = (value * step.exp()).clamp(self.lowest, self.highest)
+        else:
+            value = (value + self.integral * self.initial * error).clamp(0, self.highest)
+        self.value, self.error = value, error
+
+    def state_dict(self) -> dict[str, float]:
+        """Return λ and the last error."""
+        return {"value": float(self.value), "error": float(self.error)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.value, self.error = torch.tensor(state["value"]), torch.tensor(state["error"])
+
+
+def _row_mean(count: Tensor) -> Tensor:
+    return count.double().mean()
+
+
+def _floor_share(gate: GateLike | None) -> float:
+    return 1.0 if gate is None else floor_of(gate) * gate.block_size / gate.units

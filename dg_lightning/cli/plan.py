@@ -1,0 +1,127 @@
+"""The command `plan`: what the schedules of a config will do, without training."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from dg_lightning.plan import Curve, plan_of, risks
+from dg_lightning.schedules import Clock
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["PlanningTrainer"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+_PANELS = {
+    "temperature": "temperature τ",
+    "threshold": "threshold θ and keep target",
+    "keep": "threshold θ and keep target",
+    "weight": "weight λ, and its factor",
+    "factor": "weight λ, and its factor",
+    "budget": "budget",
+}
+
+
+class PlanningTrainer(pl.Trainer):
+    """A Trainer that can also draw what its callbacks will do."""
+
+    def plan(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        output: str = "plan.png",
+    ) -> None:
+        """Draw all schedules of a config against optimizer steps, without training.
+
+        Args:
+            model: The model, whose gates the schedules are for.
+            datamodule: The data, which tells how long an epoch is.
+            output: The picture to write (PNG, or what the ending says); the terminal shows it too.
+        """
+        import rich
+
+        clock = self._clock(datamodule)
+        curves = plan_of(self.callbacks, clock, model)  # type: ignore[attr-defined]
+        if not curves:
+            rank_zero_info("No callback of this config has a schedule: there is nothing to plan.")
+            return
+        rich.print(table(curves, clock))
+        for risk in risks(curves, clock, model):
+            rich.print(f"Risky: {risk}")
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError:
+            rank_zero_info("A picture needs matplotlib: pip install 'dg-lightning[plot]'")
+            return
+        draw(curves, clock, Path(output))
+        rank_zero_info(f"The plan is drawn in {output}.")
+
+    def _clock(self, datamodule: pl.LightningDataModule | None) -> Clock:
+        """Count the steps that a fit would have; the data must be there."""
+        batches: float = math.inf
+        if datamodule is not None:
+            datamodule.prepare_data()
+            datamodule.setup("fit")
+            loader = datamodule.train_dataloader()
+            batches = math.ceil(len(loader) / self.world_size)
+        limit = self.limit_train_batches
+        batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+        per_epoch = math.ceil(batches / self.accumulate_grad_batches)
+        epochs = math.inf if self.max_epochs in (None, -1) else self.max_epochs
+        if self.max_epochs is None and self.max_steps == -1:
+            epochs = 1000  # Lightning's default
+        steps = math.inf if self.max_steps == -1 else self.max_steps
+        return Clock(int(min(per_epoch * (epochs or 0), steps)), per_epoch)
+
+
+def table(curves: list[Curve], clock: Clock) -> "Table":
+    """Return the plan for the terminal: a line a curve."""
+    from rich import box
+    from rich.table import Table
+
+    found = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
+    found.add_column("what", no_wrap=True)
+    for column in ("start", "end"):
+        found.add_column(column, justify="right")
+    found.add_column("over the training", no_wrap=True)
+    for curve in curves:
+        _, values = curve.values(clock, _WIDTH)
+        low, high = min(values), max(values)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        line = "".join(_BARS[round((value - low) * scale)] for value in values)
+        found.add_row(curve.label, f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
+    return found
+
+
+def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
+    """Write the plan as a picture: a panel for each kind of quantity, over optimizer steps."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(_PANELS[curve.quantity] for curve in curves))
+    figure = Figure(figsize=(8, 2.2 * len(panels) + 0.6), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for curve in curves:
+            if _PANELS[curve.quantity] == panel:
+                steps, values = curve.values(clock)
+                axis.plot(steps, values, label=curve.label)
+        axis.set_ylabel(panel, fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+        if clock.steps_per_epoch and clock.total_steps >= 2 * clock.steps_per_epoch:
+            epochs = axis.secondary_xaxis("top") if axis is axes[0] else None
+            if epochs is not None:
+                count = clock.total_steps // clock.steps_per_epoch
+                every = max(1, count // 10)
+                numbers = range(0, count + 1, every)
+                epochs.set_xticks([n * clock.steps_per_epoch for n in numbers], map(str, numbers))
+                epochs.set_xlabel("epoch", fontsize=8)
+    axes[-1].set_xlabel("optimizer step")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,236 @@
+"""Gate collapse: which failure it is.
+
+Section 4.1 of the paper tells three modes apart by p and g; practice adds six. Judging is
+arithmetic on plain numbers, which `gate_statistics` measures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+__all__ = ["MODES", "GateState", "Limits", "Mode", "Verdict", "diagnose"]
+
+Mode: TypeAlias = Literal[
+    "closed_by_threshold",
+    "closed_by_penalty",
+    "phase_shock",
+    "all_open",
+    "identical_gates",
+    "input_independent",
+    "dead_units",
+    "always_on_units",
+    "flapping",
+]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class GateState:
+    """One gate at one check, in plain numbers.
+
+    Args:
+        step: Optimizer step.
+        p: Mean probability.
+        g: Share of gates that are open when deployed.
+        floor: Share of gates that are open at least.
+        threshold: θ.
+        temperature: τ.
+        initial_p: The p that the gate was built with.
+        unit_spread: Standard deviation of p between units.
+        sample_spread: Standard deviation of p between samples, mean over units.
+        dead: Share of units that no sample has opened in the window.
+        always_on: Share of units that every sample has opened in the window.
+        flips: Share of units that changed from one optimizer step to the next.
+        input_dependent: Whether the gate reads its input.
+        begun: Whether anything has begun to close gates.
+        pressed: Share of the training in which something has pressed on the gate.
+        keep: The keep target, where there is one.
+        factor: What phases multiply the penalty by.
+    """
+
+    step: int
+    p: float
+    g: float
+    floor: float
+    threshold: float
+    temperature: float
+    initial_p: float
+    unit_spread: float
+    sample_spread: float
+    dead: float
+    always_on: float
+    flips: float
+    input_dependent: bool
+    begun: bool
+    pressed: float
+    keep: float | None = None
+    factor: float = 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where health ends.
+
+    Args:
+        closed: g at or below this (or the floor) is closed.
+        low_p: p below this has fallen; above it, the threshold is what closes gates.
+        open: g at or above this is all open.
+        shock: Share of g that is lost at once in a shock.
+        spread: p that differ less than this between units, or between samples, are alike.
+        moved: p must have moved so far from its start before being alike means anything.
+        units: Share of units that may be dead, or always on.
+        flips: Share of gates that may change in a step.
+        judged_after: Share of the training that a gate must have been pressed on before what it has
+            not learned is held against it.
+        patience: Checks in a row that must agree.
+    """
+
+    closed: float = 0.02
+    low_p: float = 0.3
+    open: float = 0.99
+    shock: float = 0.5
+    spread: float = 1e-4
+    moved: float = 0.02
+    units: float = 0.9
+    flips: float = 0.1
+    judged_after: float = 0.3
+    patience: int = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A failure with the evidence for it, its likely cause and what to do."""
+
+    mode: Mode
+    evidence: str
+    cause: str
+    remedy: str
+
+    def line(self, step: int, layer: str) -> str:
+        """Return it as one line."""
+        return (
+            f"Gate collapse at step {step}, {layer}: {self.mode}. {self.evidence}. "
+            f"Likely cause: {self.cause}. Remedy: {self.remedy}."
+        )
+
+
+def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
+    """Name the failure that the last states of a gate show; None for a healthy one."""
+    recent = history[-limits.patience :]
+    now = recent[-1]
+    if len(recent) < limits.patience or not all(state.begun for state in recent):
+        return None
+    if all(_is_closed(state, limits) for state in recent):
+        return _shock(history, limits) or _closed(now, limits)
+    judged = now.pressed >= limits.judged_after
+    alike = all(state.unit_spread < limits.spread for state in recent)
+    if alike and judged and abs(now.p - now.initial_p) > limits.moved:
+        return Verdict(
+            "identical_gates",
+            f"all units have p = {now.p:.3f}, and had {now.initial_p:.3f} at the start",
+            "the loss does not reach the gates, only the penalty does (a straight-through "
+            "estimator that is detached, or gates after the last layer that is trained)",
+            "let the gate's output multiply the units, with its gradient",
+        )
+    if all(state.flips > limits.flips for state in recent):
+        return Verdict(
+            "flapping",
+            f"{now.flips:.0%} of the gates change in a single step",
+            "gate learning rate too high, or p parked on θ",
+            "lower the gates' learning rate, raise τ, or move the keep target away from θ",
+        )
+    if all(state.g >= limits.open for state in recent) and judged:
+        wanted = now.keep is None or now.keep < limits.open
+        return _all_open(now) if wanted else None
+    return _of_gate_net(recent, limits) if now.input_dependent and judged else None
+
+
+def _is_closed(state: GateState, limits: Limits) -> bool:
+    return state.g <= max(limits.closed, state.floor)
+
+
+def _closed(now: GateState, limits: Limits) -> Verdict:
+    evidence = f"p is {now.p:.3f}, but {now.g:.1%} of the gates are open at θ = {now.threshold:.3g}"
+    if now.p >= limits.low_p:
+        return Verdict(
+            "closed_by_threshold",
+            evidence,
+            "θ is too high for these p, or rose too fast",
+            "lower θ, raise it later, or press the mean p away from it",
+        )
+    cold = now.temperature < 0.5
+    return Verdict(
+        "closed_by_penalty",
+        f"p fell from {now.initial_p:.3f} to {now.p:.3f}, {now.g:.1%} of the gates are open",
+        f"τ = {now.temperature:.3g} is so low that the sigmoid saturates"
+        if cold
+        else "the penalty's weight is too large, or its ramp too fast",
+        "raise τ and cool more slowly" if cold else "lower the weight, or ramp it up more slowly",
+    )
+
+
+def _shock(history: Sequence[GateState], limits: Limits) -> Verdict | None:
+    """Recognise a collapse that came with a jump of a phase's settings."""
+    last_open = next((s for s in reversed(history) if not _is_closed(s, limits)), None)
+    if last_open is None:
+        return None
+    after = next(s for s in history if s.step > last_open.step)
+    if after.g > (1 - limits.shock) * last_open.g or last_open.g < 0.1:
+        return None
+    jumps = []
+    if abs(after.threshold - last_open.threshold) >= 0.05:
+        jumps.append(f"θ from {last_open.threshold:.3g} to {after.threshold:.3g}")
+    if last_open.keep is not None and after.keep is not None:
+        if abs(after.keep - last_open.keep) >= 0.1:
+            jumps.append(f"the keep target from {last_open.keep:.3g} to {after.keep:.3g}")
+        if abs(after.factor - last_open.factor) >= 0.25:
+            jumps.append(f"the factor of λ from {last_open.factor:.3g} to {after.factor:.3g}")
+    if not jumps or last_open.keep is None:
+        return None
+    return Verdict(
+        "phase_shock",
+        f"open gates fell from {last_open.g:.1%} to {after.g:.1%} between step {last_open.step} "
+        f"and {after.step}, while {' and '.join(jumps)} went",
+        "the phases are joined with a jump",
+        "join them smoothly (`join`), and stop at a keep of about 0.30 before the last one",
+    )
+
+
+def _all_open(now: GateState) -> Verdict:
+    return Verdict(
+        "all_open",
+        f"{now.g:.1%} of the gates are open after {now.pressed:.0%} of the training under pressure",
+        "the penalty's weight is too small, or the gates' learning rate",
+        "raise the weight (BudgetController finds one), or the gates' learning rate",
+    )
+
+
+def _of_gate_net(recent: Sequence[GateState], limits: Limits) -> Verdict | None:
+    now = recent[-1]
+    if all(state.sample_spread < 10 * limits.spread for state in recent):
+        return Verdict(
+            "input_independent",
+            f"p differs by {now.sample_spread:.1e} between samples at {now.g:.1%} open gates",
+            "the GateNet does not read its input: dead, cut off, or pressed too early",
+            "begin the penalty later, raise the gates' learning rate, or use a static gate, which "
+            "costs nothing",
+        )
+    if all(state.dead > limits.units for state in recent):
+        return Verdict(
+            "dead_units",
+            f"{now.dead:.0%} of the units were opened by no sample",
+            "the GateNet has given them up, and no gradient of theirs asks for more",
+            "revive them (MinimumActivity), lower the weight, or make the layer narrower",
+        )
+    if all(state.always_on > limits.units for state in recent):
+        return Verdict(
+            "always_on_units",
+            f"{now.always_on:.0%} of the units were opened by every sample",
+            "the penalty is too weak for the GateNet to earn its own cost",
+            "raise the weight, or use a static gate",
+        )
+    return None

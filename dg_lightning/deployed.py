@@ -1,0 +1,38 @@
+"""What a gate decides when it is deployed, read off its last forward pass in training."""
+
+import torch
+from torch import Tensor
+
+from dg_lightning.gates.policies import top_k_mask
+from dg_lightning.protocol import GateLike
+
+__all__ = ["deployed_gate", "floor_of"]
+
+
+def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
+    """Return which blocks the last forward pass would have open when deployed: bool.
+
+    Hard, whatever the policy in training, and with the floor. With `shift`, as if so much had been
+    added to every ``z / τ``.
+    """
+    p = gate.probability
+    if p is None or gate.gate is None:
+        raise RuntimeError(f"A gate of {gate.units} units took no part in the last forward pass.")
+    p = p.detach()
+    if getattr(gate, "k", None) is not None:
+        return gate.gate.detach() != 0
+    if shift:
+        is_open = torch.logit(p.double()) + shift > torch.logit(gate.threshold.double())
+    else:
+        is_open = p > gate.threshold
+    floor = floor_of(gate)
+    return is_open | top_k_mask(p, floor) if floor else is_open
+
+
+def floor_of(gate: GateLike) -> int:
+    """Return how many blocks are open at least.
+
+    Where the gate knows it on the host too, without waiting for the device.
+    """
+    known: int | None = getattr(gate, "_floor", None)
+    return round(float(gate.min_open)) if known is None else known

@@ -1,0 +1,125 @@
+"""Statistics of gates over a training: measured on the device, read by the host once a check."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dg_lightning.deployed import deployed_gate
+from dg_lightning.protocol import GateLike
+
+__all__ = ["GateFigures", "GateStatistics", "unit_rates"]
+
+
+class GateFigures(NamedTuple):
+    """The figures of one gate at one check; `GateState` says what they mean."""
+
+    p: float
+    g: float
+    threshold: float
+    temperature: float
+    unit_spread: float
+    sample_spread: float
+    dead: float
+    always_on: float
+    flips: float
+
+
+@torch.no_grad()
+def unit_rates(gates: Sequence[GateLike]) -> Tensor:
+    """Return the last forward pass of all gates in one vector, which ranks may average.
+
+    First the share of samples that open each block, then the mean p of each block, then for each
+    gate the spread of p over samples, its threshold and its temperature.
+    """
+    opened, means, settings = [], [], []
+    for gate in gates:
+        p = gate.probability
+        assert p is not None
+        rows = p.detach().float().reshape(-1, p.shape[-1])
+        opened.append(deployed_gate(gate).float().reshape(-1, p.shape[-1]).mean(0))
+        means.append(rows.mean(0))
+        spread = rows.std(0, correction=0).mean()
+        settings.append(torch.stack([spread, gate.threshold.float(), gate.temperature.float()]))
+    return torch.cat([*opened, *means, *settings])
+
+
+class GateStatistics:
+    """What gates do over several checks: dead units, units that are always on, flips.
+
+    Args:
+        gates: The gates.
+        window: Checks that a unit is watched for, before it counts as dead or always on.
+    """
+
+    def __init__(self, gates: Sequence[GateLike], window: int = 5) -> None:
+        self.sizes = [gate.units // gate.block_size for gate in gates]
+        self.window = window
+        self.checks = 0
+        self.previous: Tensor | None = None  # (blocks of all gates,), one step before a check
+        # Largest and smallest share of samples, of the window that is filled and of the last one.
+        self.extremes: list[Tensor] = []
+        self.dead = torch.zeros(sum(self.sizes), dtype=torch.bool)
+
+    def before(self, rates: Tensor) -> None:
+        """Note the step before a check, which flips are counted from."""
+        self.previous = rates[: sum(self.sizes)]
+
+    @torch.no_grad()
+    def check(self, rates: Tensor) -> list[GateFigures]:
+        """Take in a vector of `unit_rates` and return the figures of every gate."""
+        blocks = sum(self.sizes)
+        opened, p, settings = rates.split([blocks, blocks, 3 * len(self.sizes)])
+        highest, lowest = self._watch(opened)
+        changed = torch.zeros_like(opened)
+        if self.previous is not None:
+            changed = (opened - self.previous.to(opened.device)).abs()
+        self.previous = None
+        self.dead = highest == 0
+        columns = [p, opened, self.dead.float(), (lowest == 1).float(), changed]
+        by_gate = [column.split(self.sizes) for column in columns]
+        rows = []
+        for index, gate_settings in enumerate(settings.split(3)):
+            spread, threshold, temperature = gate_settings
+            gate_p, *_ = parts = [column[index] for column in by_gate]
+            mean_p, g, dead, always_on, flips = [part.mean() for part in parts]
+            figures = [mean_p, g, threshold, temperature, gate_p.std(correction=0), spread]
+            rows.append(torch.stack([*figures, dead, always_on, flips]))
+        return [GateFigures(*row) for row in torch.stack(rows).tolist()]
+
+    def dead_units(self, index: int, block_size: int) -> Tensor:
+        """Return which units of a gate were dead at the last check: bool."""
+        blocks: Tensor = self.dead.split(self.sizes)[index]
+        return blocks.repeat_interleave(block_size)
+
+    @property
+    def filled(self) -> bool:
+        """Whether a whole window has been watched."""
+        return self.checks >= self.window
+
+    def _watch(self, opened: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest and the smallest share of samples, over this window and the last."""
+        kept = [extreme.to(opened.device) for extreme in self.extremes]
+        if self.checks % self.window == 0:
+            kept = [*kept[-1:], torch.stack([opened, opened])]
+        else:
+            highest, lowest = kept[-1]
+            kept[-1] = torch.stack([highest.maximum(opened), lowest.minimum(opened)])
+        self.checks += 1
+        self.extremes = kept
+        both = torch.stack(kept)
+        return both[:, 0].amax(0), both[:, 1].amin(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs."""
+        return {
+            "checks": self.checks,
+            "previous": None if self.previous is None else self.previous.clone(),
+            "extremes": [extreme.clone() for extreme in self.extremes],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.checks = state["checks"]
+        self.previous, self.extremes = state["previous"], list(state["extremes"])
