@@ -1,5 +1,7 @@
 """How a callback presses on gates: adding the gradient of a penalty to the one of any loss."""
 
+import operator
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -26,22 +28,34 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, by_entry: Tensor, shares: list[Tensor | None], *values: Tensor) -> Tensor:
-        ctx.save_for_backward(by_entry)
-        ctx.shares = shares
+    def forward(ctx: Any, pulls: list[Tensor], *values: Tensor) -> Tensor:
+        ctx.pulls = pulls
         ctx.shapes = [value.shape for value in values]
-        return by_entry.new_zeros(())
+        return values[0].new_zeros(())
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (by_entry,) = ctx.saved_tensors
-        pulls = (by_entry * grad_outputs[0]).unbind()
-        shaped = [
-            (pull if share is None else pull * share).expand(shape)
-            for pull, share, shape in zip(pulls, ctx.shares, ctx.shapes, strict=True)
-        ]
-        return (None, None, *shaped)
+        pulls = zip(ctx.pulls, ctx.shapes, strict=True)
+        return (None, *((pull * grad_outputs[0]).expand(shape) for pull, shape in pulls))
+
+
+def _is_between(loss: Tensor, values: list[Tensor]) -> bool:
+    """Tell whether the gradient of a loss passes through every one of these values.
+
+    It does not where gates are cut off from the loss, and where a compiled net hands out p as an
+    output beside the one that the loss is made of.
+    """
+    wanted = {(value.grad_fn, value.output_nr) for value in values}
+    seen, ahead = set(), [(loss.grad_fn, loss.output_nr)]
+    while ahead and wanted:
+        edge = ahead.pop()
+        if edge[0] is None or edge in seen:
+            continue
+        seen.add(edge)
+        wanted.discard(edge)
+        ahead += edge[0].next_functions
+    return not wanted
 
 
 class Pressure:
@@ -65,11 +79,17 @@ class Pressure:
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
         self._penalised: list[Tensor] = []
+        self._direct: bool | None = None  # whether the gradient of the loss passes by the gates
+        self._missing = 0  # gates that it has not passed by yet, in this batch
+        self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
-        return [slots_of(trainer, gate) for gate in self.gates.values()]
+        if self._slots is None or self._slots[0]() is not trainer:
+            found = [slots_of(trainer, gate) for gate in self.gates.values()]
+            self._slots = (weakref.ref(trainer), found)
+        return self._slots[1]
 
     def act(
         self,
@@ -78,6 +98,7 @@ class Pressure:
         loss: Tensor,
         gradient_of: Callable[[Tensor], Tensor],
         *,
+        weight: float = 1.0,
         reduce: bool = True,
     ) -> Tensor | None:
         """Add to the gradient of the loss; return the rates, or None if it was done already.
@@ -87,34 +108,56 @@ class Pressure:
             pl_module: Its module.
             loss: The loss, as `on_before_backward` has it.
             gradient_of: The derivative of the penalty by the rates, from the rates.
+            weight: What it is multiplied by.
             reduce: Whether the rates are to be those of all processes; DDP averages gradients.
         """
         values = [last_value(name, gate, self.of) for name, gate in self.gates.items()]
-        if len(values) == len(self._penalised) and all(
-            a is b for a, b in zip(values, self._penalised, strict=True)
-        ):
+        if len(values) == len(self._penalised) and all(map(operator.is_, values, self._penalised)):
             return None  # another loss of a forward pass that has had its penalty
         self._check(values, loss)
         self._penalised = values
         with torch.no_grad():
-            shares = self._shares(values[0])
+            shares = self._shares(values[0]) if self.unit_costs else {}
             rates = mean_rates(self.gates, self.of, shares)
             if reduce and trainer.world_size > 1:
                 rates = trainer.strategy.reduce(rates, reduce_op="mean")
-            gradient = gradient_of(rates) * self._by_entry(trainer, pl_module, values)
+            gradient = gradient_of(rates)
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 gradient = scaler.scale(gradient)
-        pull = _Pull.apply(gradient, [shares.get(name) for name in self.gates], *values)  # type: ignore[no-untyped-call]
-        # Only a gradient is added: the value, which the last operation of the loss may need for its
-        # own backward pass, stays as it is, and so does its version.
-        with _unsafe_preserve_version_counter(loss):
-            loss.add_(pull)
+            pulls = [
+                pull if name not in shares else pull * shares[name]
+                for name, pull in zip(self.gates, gradient.unbind(), strict=True)
+            ]
+        by_entry = self._by_entry(trainer, pl_module, values)
+        if self._direct is None:
+            self._direct = _is_between(loss, values)
+        if self._direct:
+            for value, pull, scale in zip(values, pulls, by_entry, strict=True):
+                self._pull(value, pull, weight * scale)
+        else:
+            pulls = [pull * (weight * scale) for pull, scale in zip(pulls, by_entry, strict=True)]
+            zero = _Pull.apply(pulls, *values)  # type: ignore[no-untyped-call]
+            # Only a gradient is added: the value, which the last operation of the loss may need for
+            # its own backward pass, stays as it is, and so does its version.
+            with _unsafe_preserve_version_counter(loss):
+                loss.add_(zero)
         return rates
+
+    def _pull(self, value: Tensor, pull: Tensor, scale: float) -> None:
+        """Add to the gradient of a value, when the backward pass comes by for the first time."""
+
+        def add(gradient: Tensor) -> Tensor:
+            handle.remove()
+            self._missing -= 1
+            return gradient.add(pull, alpha=scale)
+
+        handle = value.register_hook(add)
+        self._missing += 1
 
     def _by_entry(
         self, trainer: Any, pl_module: pl.LightningModule, values: list[Tensor]
-    ) -> Tensor:
+    ) -> list[float]:
         """Return the part of a rate that one entry of p is, with the factors of the gates."""
         # With accumulation, a batch is a part of what the optimizer sees.
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
@@ -123,8 +166,7 @@ class Pressure:
             for name, value in zip(self.gates, values, strict=True)
         ]
         factors = [slots.factor for slots in self.slots(trainer)]
-        by_entry = [f / (n * parts) for f, n in zip(factors, entries, strict=True)]
-        return self.constant("by entry", by_entry, values[0])
+        return [f / (n * parts) for f, n in zip(factors, entries, strict=True)]
 
     def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:
         """Return values as a tensor, which is made anew only when they have changed."""
@@ -138,6 +180,12 @@ class Pressure:
         """Let go of the graph of the last forward pass."""
         release(self.gates.values())
         self._penalised = []
+        if self._missing:
+            self._missing = 0
+            raise RuntimeError(
+                "The gradient of the loss did not come by the gates of this batch, so the penalty "
+                "could not act: let every training step use them, or none."
+            )
 
     def _shares(self, like: Tensor) -> dict[str, Tensor]:
         return {

@@ -6,12 +6,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.budget import GateBudget, Measure, Multiplier
 from dg_lightning.compute import linear_maps
-from dg_lightning.penalties import without_a_price
+from dg_lightning.landing import FrozenGates, Landing
+from dg_lightning.penalties import mean_rates, without_a_price
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
@@ -21,8 +22,6 @@ from ._pressure import Pressure, logs_now
 __all__ = ["BudgetController"]
 
 _MEASUREMENTS = 200  # over a training, where `every_n_steps` is not given
-_TOLERANCE = 0.01  # of the budget: closer than this, a landed gate is left alone
-_TRUST = 0.3  # in a single measurement after the landing
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 
 
@@ -107,16 +106,23 @@ class BudgetController(pl.Callback):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self.landed = False
         self._multipliers: dict[str, Multiplier] = {}
+        self._landings: dict[str, Landing] = {}
         self._used: dict[str, Tensor] = {}
         self._measured_at = 0
-        self._frozen: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_frozen = False
+        self._frozen: FrozenGates | None = None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the gates stand still on their budget."""
+        return any(landing.landed for landing in self._landings.values())
 
     @property
     def reached(self) -> dict[str, float]:
-        """What hard gates used in the last measurement, by budget."""
-        return {name: float(used) for name, used in self._used.items()}
+        """What hard gates used when they were last measured, by budget."""
+        landed = {name: landing.used for name, landing in self._landings.items() if landing.landed}
+        return {name: float(used) for name, used in self._used.items()} | landed
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -144,6 +150,9 @@ class BudgetController(pl.Callback):
                 self._multipliers[pattern] = Multiplier(
                     self.method, self.initial_weight, self.max_weight
                 )
+            if pattern not in self._landings:
+                self._landings[pattern] = Landing(self._budgets[pattern])
+            self._landings[pattern].budget = self._budgets[pattern]
         pressed = [name for budget in self._budgets.values() for name in budget.gates]
         if len(pressed) > len(set(pressed)):
             twice = next(name for name in pressed if pressed.count(name) > 1)
@@ -181,7 +190,7 @@ class BudgetController(pl.Callback):
         self._begin, self._landing = clock.steps(self.begin), clock.steps(self.landing)
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
         warn_of_risks(self, trainer, pl_module)
-        if self.landed:
+        if self._is_frozen:
             self._freeze()
 
     def _allowed(self, budget: GateBudget, clock: Clock) -> ValueAt:
@@ -205,7 +214,7 @@ class BudgetController(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        pressing = not self.landed and trainer.global_step >= self._begin
+        pressing = self._frozen is None and trainer.global_step >= self._begin
         for slots in self.pressure.slots(trainer):
             slots.pressing = bool(slots.pressing) or pressing
         if not pressing:
@@ -234,8 +243,10 @@ class BudgetController(pl.Callback):
         batch_idx: int,
     ) -> None:
         self.pressure.let_go()
-        self._hold()
+        if self._frozen is not None:
+            self._frozen.hold()
         step = trainer.global_step
+        # Gates are frozen first and land one step later: p is of before the optimizer's step.
         lands = not self.landed and step >= self._landing
         if step > self._measured_at and (step % self._interval == 0 or lands):
             self._measured_at = step
@@ -244,47 +255,31 @@ class BudgetController(pl.Callback):
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
         """See what is used, and act on it: move λ, or land."""
         for name, budget in self._budgets.items():
-            now = budget.used()
-            used = now if trainer.world_size == 1 else trainer.strategy.reduce(now.clone(), "mean")
+            used = self._everywhere(trainer, budget.used())
             allowed = self._allowed_at[name](step)
             pl_module.log(_key("gates/budget_used", name), used)
             pl_module.log(_key("gates/budget_allowed", name), allowed)
-            if step >= self._landing:
-                self._land(trainer, budget, name, used)
-            else:
-                self._used[name] = used
-                if step >= self._begin:
-                    self._multipliers[name].update(used, allowed)
+            self._used[name] = used
+            if self._frozen is not None:
+                landing = self._landings[name]
+                shift = torch.tensor(landing.shift_after(used), device=used.device)
+                landing.apply(float(self._everywhere(trainer, shift)))  # on all ranks alike
+            elif self._begin <= step < self._landing:
+                rates = self._everywhere(trainer, mean_rates(budget.gates))
+                self._multipliers[name].update(used, budget.usage(rates), allowed)
         if step >= self._landing:
-            self.landed = True
             self._freeze()
 
-    def _land(self, trainer: Any, budget: GateBudget, name: str, used: Tensor) -> None:
-        """Shift the logits of a budget's gates to where it is used, unless it is already."""
-        # What input-dependent gates use differs from batch to batch: trust several of them.
-        before = self._used.get(name) if self.landed else None
-        smooth = used if before is None else before + _TRUST * (used - before)
-        self._used[name] = smooth
-        if self.landed and abs(float(smooth) / budget.budget - 1) <= _TOLERANCE:
-            return
-        amount = torch.tensor(budget.shift_for(float(budget.used() + budget.budget - smooth)))
-        if trainer.world_size > 1:  # ranks see other samples; all must shift alike
-            amount = trainer.strategy.reduce(amount.to(used.device), "mean")
-        if amount:
-            self._used[name] = budget.used(float(amount))
-            budget.shift(float(amount))
+    def _everywhere(self, trainer: Any, figure: Tensor) -> Tensor:
+        """Return the mean of a figure over all processes."""
+        if trainer.world_size == 1:
+            return figure
+        mean: Tensor = trainer.strategy.reduce(figure.clone(), "mean")
+        return mean
 
     def _freeze(self) -> None:
-        """Remember the parameters of the gates, to keep them through the optimizer's steps."""
-        gates = [gate for gate in self.pressure.gates.values() if isinstance(gate, nn.Module)]
-        parameters = [parameter for gate in gates for parameter in gate.parameters()]
-        self._frozen = [(parameter, parameter.detach().clone()) for parameter in parameters]
-
-    @torch.no_grad()
-    def _hold(self) -> None:
-        # Not by `requires_grad` or an empty `grad`: DDP and a loss scaler count on gradients.
-        for parameter, value in self._frozen:
-            parameter.copy_(value)
+        self._is_frozen = True
+        self._frozen = FrozenGates(self.pressure.gates.values())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -299,22 +294,22 @@ class BudgetController(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            "landed": self.landed,
             "measured_at": self._measured_at,
+            "frozen": self._is_frozen,
             "multipliers": {name: m.state_dict() for name, m in self._multipliers.items()},
-            "used": self.reached,
+            "landings": {name: landing.state_dict() for name, landing in self._landings.items()},
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.landed = state_dict["landed"]
         self._measured_at = state_dict["measured_at"]
-        for name, state in state_dict["multipliers"].items():
-            if name in self._multipliers:
-                self._multipliers[name].load_state_dict(state)
-        self._used = {
-            n: torch.tensor(u, dtype=torch.float64) for n, u in state_dict["used"].items()
-        }
+        self._is_frozen = state_dict["frozen"]
+        for own, saved in (
+            (self._multipliers, state_dict["multipliers"]),
+            (self._landings, state_dict["landings"]),
+        ):
+            for name in own.keys() & saved.keys():
+                own[name].load_state_dict(saved[name])
 
 
 def _key(key: str, name: str) -> str:

@@ -41,7 +41,7 @@ class CollapseDetector(pl.Callback):
 
     | logged key | meaning |
     |---|---|
-    | `collapse/<mode>` | how many gates show it now |
+    | `collapse/<mode>` | how many gates show it now; from the first time on that one does |
 
     >>> CollapseDetector(action="rescue").action
     'rescue'
@@ -76,6 +76,7 @@ class CollapseDetector(pl.Callback):
         self._pressed_since: dict[str, int] = {}
         self._rescues: dict[str, Rescue] = {}
         self._checked_at = 0
+        self._statistics = GateStatistics([])
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -126,9 +127,11 @@ class CollapseDetector(pl.Callback):
             verdict = diagnose(history, self.limits)
             if verdict is not None and verdict.mode in self.modes:
                 found[name] = verdict
-        shown = [verdict.mode for verdict in found.values()]
-        pl_module.log_dict({f"collapse/{mode}": float(shown.count(mode)) for mode in self.modes})
         self._act(trainer, step, found)
+        # Lightning goes over every key in every step: only modes that have been seen become one.
+        shown = [verdict.mode for verdict in found.values()]
+        for mode in dict.fromkeys(verdict["mode"] for verdict in self.verdicts):
+            pl_module.log(f"collapse/{mode}", float(shown.count(mode)))
 
     def _rates(self, trainer: Any) -> Tensor:
         rates = unit_rates(list(self._gates.values()))

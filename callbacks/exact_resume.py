@@ -29,6 +29,11 @@ class ExactResume(pl.Callback):
 
     def __init__(self) -> None:
         self._to_restore: dict[str, Any] | None = None
+        self._fits = False
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._fits = stage == "fit"
 
     @staticmethod
     def generators() -> dict[str, Any]:
@@ -74,6 +79,8 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         states = checkpoint.get(_KEY)
+        if not self._fits:
+            return
         if states is None:
             rank_zero_warn(
                 "The checkpoint was saved without ExactResume: random numbers will not be those of "

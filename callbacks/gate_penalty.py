@@ -177,7 +177,8 @@ class GatePenalty(pl.Callback):
             trainer,
             pl_module,
             loss,
-            lambda rates: weight * usage_gradient(self.usage, rates, **self._terms(trainer, rates)),
+            lambda rates: usage_gradient(self.usage, rates, **self._terms(trainer, rates)),
+            weight=weight,
             reduce=self.usage != "linear",  # whose gradient does not depend on other processes
         )
         if rates is not None and logs_now(trainer):

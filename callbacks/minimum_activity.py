@@ -57,6 +57,7 @@ class MinimumActivity(pl.Callback):
         self.revived = 0
         self._gates: dict[str, GateLike] = {}
         self._seen_at = 0
+        self._statistics = GateStatistics([])
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -36,7 +36,7 @@ class ThresholdPhases(pl.Callback):
         join: How long one phase takes to turn into the next; 0 jumps.
         buffer_keep: A keep target to stop at before the last phase's, where that is lower (the
             paper: about 0.30, when a collapse threatens); null for none.
-        buffer: How long to stop there.
+        buffer: How long to stay there.
         layers: Name patterns of the gates; all when None.
 
     | logged key | meaning |
@@ -53,7 +53,7 @@ class ThresholdPhases(pl.Callback):
         phases: list[Phase] | None = None,
         join: Duration = 0.1,
         buffer_keep: float | None = 0.30,
-        buffer: Duration = 0.1,
+        buffer: Duration = 0.05,
         layers: list[str] | None = None,
     ) -> None:
         given = list(_PAPER) if phases is None else phases
@@ -94,7 +94,7 @@ class ThresholdPhases(pl.Callback):
         stop = self.buffer_keep
         if stop is not None and len(keeps) > 1 and keeps[-1] < stop < keeps[-2]:
             keeps.insert(-1, stop)
-            keep_starts.append(starts[-1] + clock.steps(self.buffer))
+            keep_starts.append(starts[-1] + width + clock.steps(self.buffer))
         return (
             joined(keeps, keep_starts, width),
             joined([phase.threshold for phase in self.phases], starts, width),

@@ -169,23 +169,28 @@ class Multiplier:
         method: Literal["pi", "dual"],
         initial: float,
         highest: float,
-        integral: float = 0.15,
+        integral: float = 0.1,
         proportional: float = 1.0,
     ) -> None:
         self.method = method
         self.initial = initial
         self.highest = highest
-        self.lowest = initial * 1e-3
+        self.lowest = initial * 0.1
         self.integral = integral
         self.proportional = proportional
         self.value = torch.tensor(initial)
         self.error = torch.tensor(0.0)
 
     @torch.no_grad()
-    def update(self, used: Tensor, reference: float) -> None:
-        """Raise λ where more was used than wanted, lower it where less."""
+    def update(self, used: Tensor, expected: Tensor, allowed: float) -> None:
+        """Raise λ where more was used than allowed, lower it where less.
+
+        Hard gates answer late and then all at once. What p lets expect runs ahead of them: where it
+        is low enough already, λ does not rise further.
+        """
         value, before = self.value.to(used.device), self.error.to(used.device)
-        error = torch.log(used.clamp_min(1e-6) / reference).clamp(-0.5, 0.5)
+        less = torch.minimum(used, expected.to(used.dtype)).clamp_min(1e-6)
+        error = torch.log(less / allowed).clamp(-0.5, 0.5).to(value.dtype)
         if self.method == "pi":
             step = self.integral * error + self.proportional * (error - before)
             value = (value * step.exp()).clamp(self.lowest, self.highest)

@@ -77,27 +77,28 @@ class Limits:
 
     Args:
         closed: g at or below this (or the floor) is closed.
-        low_p: p below this has fallen; above it, the threshold is what closes gates.
+        low_p: p below this share of its start has fallen; above it, the threshold closes gates.
         open: g at or above this is all open.
         shock: Share of g that is lost at once in a shock.
         spread: p that differ less than this between units, or between samples, are alike.
         moved: p must have moved so far from its start before being alike means anything.
         units: Share of units that may be dead, or always on.
-        flips: Share of gates that may change in a step.
+        flips: Share of static gates that may change in a step. Of a GateNet three times as many:
+            it sees other samples in every batch.
         judged_after: Share of the training that a gate must have been pressed on before what it has
             not learned is held against it.
         patience: Checks in a row that must agree.
     """
 
     closed: float = 0.02
-    low_p: float = 0.3
+    low_p: float = 0.6
     open: float = 0.99
     shock: float = 0.5
     spread: float = 1e-4
     moved: float = 0.02
     units: float = 0.9
     flips: float = 0.1
-    judged_after: float = 0.3
+    judged_after: float = 0.5
     patience: int = 2
 
 
@@ -136,16 +137,17 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
             "estimator that is detached, or gates after the last layer that is trained)",
             "let the gate's output multiply the units, with its gradient",
         )
-    if all(state.flips > limits.flips for state in recent):
+    usual = 3 * limits.flips if now.input_dependent else limits.flips
+    if all(state.flips > usual for state in recent):
         return Verdict(
             "flapping",
             f"{now.flips:.0%} of the gates change in a single step",
             "gate learning rate too high, or p parked on θ",
             "lower the gates' learning rate, raise τ, or move the keep target away from θ",
         )
-    if all(state.g >= limits.open for state in recent) and judged:
-        wanted = now.keep is None or now.keep < limits.open
-        return _all_open(now) if wanted else None
+    if all(state.g >= limits.open for state in recent):
+        wanted = now.keep is not None and now.keep >= 0.8
+        return _all_open(now) if judged and not wanted else None
     return _of_gate_net(recent, limits) if now.input_dependent and judged else None
 
 
@@ -155,7 +157,7 @@ def _is_closed(state: GateState, limits: Limits) -> bool:
 
 def _closed(now: GateState, limits: Limits) -> Verdict:
     evidence = f"p is {now.p:.3f}, but {now.g:.1%} of the gates are open at θ = {now.threshold:.3g}"
-    if now.p >= limits.low_p:
+    if now.p >= limits.low_p * now.initial_p:
         return Verdict(
             "closed_by_threshold",
             evidence,
@@ -189,7 +191,7 @@ def _shock(history: Sequence[GateState], limits: Limits) -> Verdict | None:
             jumps.append(f"the keep target from {last_open.keep:.3g} to {after.keep:.3g}")
         if abs(after.factor - last_open.factor) >= 0.25:
             jumps.append(f"the factor of λ from {last_open.factor:.3g} to {after.factor:.3g}")
-    if not jumps or last_open.keep is None:
+    if len(jumps) < 2:
         return None
     return Verdict(
         "phase_shock",

@@ -26,7 +26,7 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
     else:
         is_open = p > gate.threshold
     floor = floor_of(gate)
-    return is_open | top_k_mask(p, floor) if floor else is_open
+    return top_k_mask(p, floor, also=is_open) if floor else is_open
 
 
 def floor_of(gate: GateLike) -> int:

@@ -20,7 +20,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
-from dg_lightning.protocol import gate_layers, release
+from dg_lightning.protocol import GateLike, gate_layers, release
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedClassifier"]
@@ -127,6 +127,7 @@ class GatedClassifier(pl.LightningModule):
         self.test_ledger = ComputeLedger(self.net)
         # Of the last validation or test; logged values are its figures rounded to float32.
         self.compute_report: ComputeReport | None = None
+        self._gates: list[GateLike] = []
         if uncounted := uncounted_modules(self.net):
             rank_zero_warn(
                 f"The compute ledger counts linear maps only, not {', '.join(uncounted)}: "
@@ -180,10 +181,11 @@ class GatedClassifier(pl.LightningModule):
     @override
     def on_train_start(self) -> None:
         keep_settings_live(self, self.trainer.callbacks)  # type: ignore[attr-defined]
+        self._gates = list(gate_layers(self.net, required=False).values())
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        release(gate_layers(self.net, required=False).values())
+        release(self._gates)
 
     @override
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -43,22 +43,25 @@ def straight_through(hard: Tensor, probability: Tensor) -> Tensor:
     return hard + (probability - probability.detach())
 
 
-def top_k_mask(scores: Tensor, k: int) -> Tensor:
+def top_k_mask(scores: Tensor, k: int, also: Tensor | None = None) -> Tensor:
     """Mark the `k` largest scores of the last axis; of equal scores the first ones win.
+
+    With `also`, the entries that are marked there too.
 
     >>> top_k_mask(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
     """
     scores = scores.detach()
-    if scores.is_cuda:  # one stable sort has fewer kernels to launch
+    if scores.is_cuda or scores.ndim == 1:  # few operations: on a GPU each costs its launch
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask = torch.zeros_like(scores, dtype=torch.bool) if also is None else also
         return mask.scatter(-1, order[..., :k], True)
     last = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     # Of equal scores, which ones torch.topk picks differs from device to device: count them out.
     above, tied = scores > last, scores == last
     missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
-    return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= missing))
+    mask = above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= missing))
+    return mask if also is None else mask | also
 
 
 def open_probability(z: Tensor, policy: Policy) -> Tensor:
@@ -79,7 +82,7 @@ def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Ten
     """
     is_open = p > threshold if k is None else top_k_mask(p, k)
     if floor > (k or 0):
-        is_open = is_open | top_k_mask(p, floor)
+        is_open = top_k_mask(p, floor, also=is_open)
     return straight_through(is_open.to(p.dtype), p)
 
 
