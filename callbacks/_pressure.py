@@ -15,6 +15,8 @@ from dg_lightning.penalties import last_value, mean_rates
 from dg_lightning.protocol import GateLike, release
 from dg_lightning.slots import Slots, slots_of
 
+from ._ranks import mean_over_ranks
+
 __all__ = ["Pressure", "logs_now"]
 
 
@@ -119,8 +121,8 @@ class Pressure:
         with torch.no_grad():
             shares = self._shares(values[0]) if self.unit_costs else {}
             rates = mean_rates(self.gates, self.of, shares)
-            if reduce and trainer.world_size > 1:
-                rates = trainer.strategy.reduce(rates, reduce_op="mean")
+            if reduce:
+                rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:

@@ -18,6 +18,7 @@ from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
 
 from ._pressure import Pressure, logs_now
+from ._ranks import mean_over_ranks
 
 __all__ = ["BudgetController"]
 
@@ -255,7 +256,7 @@ class BudgetController(pl.Callback):
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
         """See what is used, and act on it: move λ, or land."""
         for name, budget in self._budgets.items():
-            used = self._everywhere(trainer, budget.used())
+            used = mean_over_ranks(trainer, budget.used())
             allowed = self._allowed_at[name](step)
             pl_module.log(_key("gates/budget_used", name), used)
             pl_module.log(_key("gates/budget_allowed", name), allowed)
@@ -263,19 +264,12 @@ class BudgetController(pl.Callback):
             if self._frozen is not None:
                 landing = self._landings[name]
                 shift = torch.tensor(landing.shift_after(used), device=used.device)
-                landing.apply(float(self._everywhere(trainer, shift)))  # on all ranks alike
+                landing.apply(float(mean_over_ranks(trainer, shift)))  # on all ranks alike
             elif self._begin <= step < self._landing:
-                rates = self._everywhere(trainer, mean_rates(budget.gates))
+                rates = mean_over_ranks(trainer, mean_rates(budget.gates))
                 self._multipliers[name].update(used, budget.usage(rates), allowed)
         if step >= self._landing:
             self._freeze()
-
-    def _everywhere(self, trainer: Any, figure: Tensor) -> Tensor:
-        """Return the mean of a figure over all processes."""
-        if trainer.world_size == 1:
-            return figure
-        mean: Tensor = trainer.strategy.reduce(figure.clone(), "mean")
-        return mean
 
     def _freeze(self) -> None:
         self._is_frozen = True

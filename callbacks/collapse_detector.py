@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
@@ -15,6 +14,8 @@ from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.rescue import Rescue
 from dg_lightning.schedules import Clock
 from dg_lightning.slots import slots_of
+
+from ._ranks import mean_over_ranks
 
 __all__ = ["CollapseDetector"]
 
@@ -114,7 +115,7 @@ class CollapseDetector(pl.Callback):
         if step == self._checked_at or phase not in (0, self._interval - 1):
             return
         self._checked_at = step
-        rates = self._rates(trainer)
+        rates = mean_over_ranks(trainer, unit_rates(list(self._gates.values())))
         if phase:
             self._statistics.before(rates)
             return
@@ -133,17 +134,10 @@ class CollapseDetector(pl.Callback):
         for mode in dict.fromkeys(verdict["mode"] for verdict in self.verdicts):
             pl_module.log(f"collapse/{mode}", float(shown.count(mode)))
 
-    def _rates(self, trainer: Any) -> Tensor:
-        rates = unit_rates(list(self._gates.values()))
-        if trainer.world_size > 1:
-            rates = trainer.strategy.reduce(rates, "mean")
-        return rates
-
     def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
         """Join what was measured with what the schedules say."""
         slots = slots_of(trainer, gate)
-        begun = slots.pressing is not False
-        if begun:
+        if slots.pressing:
             self._pressed_since.setdefault(name, trainer.global_step)
         since = self._pressed_since.get(name, trainer.global_step)
         return GateState(
@@ -152,7 +146,7 @@ class CollapseDetector(pl.Callback):
             floor=floor_of(gate) * gate.block_size / gate.units,
             initial_p=gate.initial_open_rate,
             input_dependent=gate.input_dependent,
-            begun=begun,
+            begun=slots.pressing is not False,  # None: somebody's own penalty, or no penalty
             pressed=(trainer.global_step - since) / self._total,
             keep=slots.keep,
             factor=slots.phase_factor,

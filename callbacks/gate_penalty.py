@@ -159,20 +159,13 @@ class GatePenalty(pl.Callback):
         return curves
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self.usage == "hinge_below":  # which closes nothing
-            return
-        weight = self._weight_at(trainer.global_step)
-        for slots in self.pressure.slots(trainer):
-            slots.pressing = bool(slots.pressing) or weight * slots.factor > 0
-
-    @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         weight = self._weight_at(trainer.global_step)
+        if self.usage != "hinge_below":  # which closes nothing
+            for slots in self.pressure.slots(trainer):
+                slots.pressing = bool(slots.pressing) or weight * slots.factor > 0
         rates = self.pressure.act(
             trainer,
             pl_module,

@@ -11,6 +11,8 @@ from dg_lightning.gate_statistics import GateStatistics, unit_rates
 from dg_lightning.protocol import GateLike, by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Duration, check_duration
 
+from ._ranks import mean_over_ranks
+
 __all__ = ["MinimumActivity"]
 
 _CHECKS = 10  # looks at a unit, before it counts as dead
@@ -103,12 +105,7 @@ class MinimumActivity(pl.Callback):
             return
         self._seen_at = step
         gates = list(self._watched.values())
-        rates = unit_rates(gates)
-        if trainer.world_size > 1:
-            reduced = trainer.strategy.reduce(rates, "mean")
-            assert not isinstance(reduced, bool)
-            rates = reduced
-        figures = self._statistics.check(rates)
+        figures = self._statistics.check(mean_over_ranks(trainer, unit_rates(gates)))
         if not self._statistics.filled:
             return
         for index, (name, gate) in enumerate(self._watched.items()):

@@ -84,7 +84,7 @@ class ThresholdPhases(pl.Callback):
     def _resolve(self, clock: Clock) -> tuple[ValueAt, ValueAt, ValueAt]:
         """Return keep target, threshold and factor as functions of the step."""
         starts = [clock.steps(phase.begin) for phase in self.phases]
-        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+        if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
             raise ValueError(
                 "Phases must begin one after the other, the first at step 0, got steps "
                 f"{', '.join(map(str, starts))}."

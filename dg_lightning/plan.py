@@ -19,7 +19,7 @@ __all__ = ["Curve", "plan_of", "risks", "warn_of_risks"]
 Quantity: TypeAlias = Literal["temperature", "threshold", "keep", "weight", "factor", "budget"]
 
 _SUDDEN = 0.05  # of training: what falls within it, falls at once
-_JUMP = 0.01  # of training: what moves half of its way within it, jumps
+_JUMP = 0.01  # of training: what moves a quarter of its way within it, jumps
 _LOW_TEMPERATURE = 0.5
 _HIGH_THRESHOLD = 0.9
 _SITS_ON = 0.02
@@ -140,7 +140,9 @@ def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | N
 
 
 def _jumps(curve: Curve, clock: Clock) -> list[int]:
-    """Return the steps at which a value goes half of its whole range at once."""
+    """Return the steps at which a value goes a quarter of its whole range at once."""
+    if clock.total_steps * _JUMP < 1:
+        return []  # so short a training has nothing but jumps
     steps = list(range(0, clock.total_steps, max(1, round(_JUMP * clock.total_steps))))
     values = [curve.value_at(step) for step in steps]
     span = max(values) - min(values)

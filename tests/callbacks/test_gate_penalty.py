@@ -401,11 +401,11 @@ def test_a_penalty_reaches_gates_that_the_loss_does_not() -> None:
 def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
     with pytest.raises(ValueError, match="`weight` must be at least 0 and finite, got -1"):
         GatePenalty(-1)
-    with pytest.raises(ValueError, match="`usage` must be one of .*, got 'l0'"):
+    with pytest.raises(ValueError, match=r"`usage` must be one of .*, got 'l0'"):
         GatePenalty(1, "l0")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`target` has no meaning with `usage='linear'`"):
         GatePenalty(1, target=0.5)
-    with pytest.raises(ValueError, match="`weight` as a schedule takes start, end, .*, got from"):
+    with pytest.raises(ValueError, match=r"`weight` as a schedule takes start, end, .*, got from"):
         GatePenalty({"from": 1})  # type: ignore[arg-type]
     for settings, message in [
         ({"usage": "target"}, "needs a `target` for backbone.0.gate, backbone.1.gate"),
