@@ -79,8 +79,8 @@ class Rescue:
             wanted = min(now.threshold + _MARGIN, 0.95)
             lift = _logit(wanted) - _logit(min(max(now.p, 1e-6), wanted))
             gate.shift_bias(lift * now.temperature)
-            self.weight_factor /= 4
-            done = f"lifting the bias by {lift * now.temperature:.3g} and quartering λ"
+            self.weight_factor /= 10
+            done = f"lifting the bias by {lift * now.temperature:.3g} and dividing λ by 10"
             if now.temperature < 0.5:
                 self.temperature_offset += 1.0 - now.temperature
                 done += ", and raising τ to 1"
