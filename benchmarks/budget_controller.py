@@ -32,7 +32,7 @@ def run(dataset: str, budget: float | None, seed: int, options: list[str]) -> di
         config["seed_everything"] = seed
         config["trainer"]["logger"]["init_args"]["save_dir"] = folder
         if budget is not None:
-            controller = config["trainer"]["callbacks"][0]
+            controller = config["trainer"]["callbacks"][-1]
             assert controller["class_path"].endswith("BudgetController")
             controller["init_args"]["budget"] = budget
         path = Path(folder, "config.yaml")

@@ -1,9 +1,8 @@
 """How a callback presses on gates: adding the gradient of a penalty to the one of any loss."""
 
-import operator
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -11,13 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from typing_extensions import override
 
-from dg_lightning.penalties import last_value, mean_rates
+from dg_lightning.penalties import mean_rates
 from dg_lightning.protocol import GateLike, release
 from dg_lightning.slots import Slots, slots_of
 
-from ._ranks import mean_over_ranks
+from ._agreement import mean_over_ranks
 
 __all__ = ["Pressure", "logs_now"]
+
+Way: TypeAlias = Literal["by", "in", "no"]
 
 
 def logs_now(trainer: Any) -> bool:
@@ -42,22 +43,24 @@ class _Pull(torch.autograd.Function):
         return (None, *((pull * grad_outputs[0]).expand(shape) for pull, shape in pulls))
 
 
-def _is_between(loss: Tensor, values: list[Tensor]) -> bool:
-    """Tell whether the gradient of a loss passes through every one of these values.
+def _ways(loss: Tensor, values: list[Tensor]) -> list[Way]:
+    """Tell for each value how the gradient of a loss gets to it.
 
-    It does not where gates are cut off from the loss, and where a compiled net hands out p as an
-    output beside the one that the loss is made of.
+    It comes `by`; or it gets to the node only that made the value, as where a compiled net hands
+    out p beside the output that the loss is made of (`in`); or it does not get there (`no`).
     """
-    wanted = {(value.grad_fn, value.output_nr) for value in values}
-    seen, ahead = set(), [(loss.grad_fn, loss.output_nr)]
-    while ahead and wanted:
+    edges, nodes, ahead = set(), set(), [(loss.grad_fn, loss.output_nr)]
+    while ahead:
         edge = ahead.pop()
-        if edge[0] is None or edge in seen:
-            continue
-        seen.add(edge)
-        wanted.discard(edge)
-        ahead += edge[0].next_functions
-    return not wanted
+        if edge[0] is not None and edge not in edges:
+            edges.add(edge)
+            if edge[0] not in nodes:
+                nodes.add(edge[0])
+                ahead += edge[0].next_functions
+    return [
+        "by" if (v.grad_fn, v.output_nr) in edges else "in" if v.grad_fn in nodes else "no"
+        for v in values
+    ]
 
 
 class Pressure:
@@ -81,7 +84,7 @@ class Pressure:
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
         self._penalised: list[Tensor] = []
-        self._direct: bool | None = None  # whether the gradient of the loss passes by the gates
+        self._found: dict[str, Way] = {}
         self._missing = 0  # gates that it has not passed by yet, in this batch
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
@@ -113,33 +116,56 @@ class Pressure:
             weight: What it is multiplied by.
             reduce: Whether the rates are to be those of all processes; DDP averages gradients.
         """
-        values = [last_value(name, gate, self.of) for name, gate in self.gates.items()]
-        if len(values) == len(self._penalised) and all(map(operator.is_, values, self._penalised)):
-            return None  # another loss of a forward pass that has had its penalty
-        self._check(values, loss)
-        self._penalised = values
+        if loss.numel() != 1:
+            raise ValueError(
+                f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
+            )
+        values = [g.probability if self.of == "p" else g.gate for g in self.gates.values()]
+        fresh = {
+            name: value
+            for name, value in zip(self.gates, values, strict=True)
+            if value is not None
+            and value.requires_grad
+            and not any(value is done for done in self._penalised)
+        }
+        if pl_module.automatic_optimization:
+            if not fresh and not self._penalised:
+                self._check_graph()
+            # One loss a batch, made in the same way every time: it is looked through once.
+            new = {name: value for name, value in fresh.items() if name not in self._found}
+            if new:
+                self._found |= dict(zip(new, _ways(loss, list(new.values())), strict=True))
+            ways = {name: self._found[name] for name in fresh}
+        else:
+            ways = dict(zip(fresh, _ways(loss, list(fresh.values())), strict=True))
+            # Gates that another loss is made of have their penalty with that one.
+            fresh = {name: value for name, value in fresh.items() if ways[name] != "no"}
+        if not fresh:
+            return None
+        self._penalised += fresh.values()
         with torch.no_grad():
-            shares = self._shares(values[0]) if self.unit_costs else {}
-            rates = mean_rates(self.gates, self.of, shares)
+            shares = self._shares(loss) if self.unit_costs else {}
+            rates = mean_rates(self.gates, self.of, shares, unknown=1.0)
             if reduce:
                 rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 gradient = scaler.scale(gradient)
-            pulls = [
-                pull if name not in shares else pull * shares[name]
-                for name, pull in zip(self.gates, gradient.unbind(), strict=True)
-            ]
-        by_entry = self._by_entry(trainer, pl_module, values)
-        if self._direct is None:
-            self._direct = _is_between(loss, values)
-        if self._direct:
-            for value, pull, scale in zip(values, pulls, by_entry, strict=True):
-                self._pull(value, pull, weight * scale)
-        else:
-            pulls = [pull * (weight * scale) for pull, scale in zip(pulls, by_entry, strict=True)]
-            zero = _Pull.apply(pulls, *values)  # type: ignore[no-untyped-call]
+            by_gate = dict(zip(self.gates, gradient.unbind(), strict=True))
+            pulls = {
+                name: by_gate[name] * shares[name] if name in shares else by_gate[name]
+                for name in fresh
+            }
+        scales = self._scales(trainer, pl_module, fresh, weight)
+        beside = [name for name in fresh if ways[name] != "by"]
+        for name, value in fresh.items():
+            if ways[name] == "by":
+                self._pull(value, pulls[name], scales[name])
+        if beside:
+            zero = _Pull.apply(
+                [pulls[name] * scales[name] for name in beside], *(fresh[name] for name in beside)
+            )  # type: ignore[no-untyped-call]
             # Only a gradient is added: the value, which the last operation of the loss may need for
             # its own backward pass, stays as it is, and so does its version.
             with _unsafe_preserve_version_counter(loss):
@@ -157,37 +183,41 @@ class Pressure:
         handle = value.register_hook(add)
         self._missing += 1
 
-    def _by_entry(
-        self, trainer: Any, pl_module: pl.LightningModule, values: list[Tensor]
-    ) -> list[float]:
-        """Return the part of a rate that one entry of p is, with the factors of the gates."""
+    def _scales(
+        self, trainer: Any, pl_module: pl.LightningModule, values: dict[str, Tensor], weight: float
+    ) -> dict[str, float]:
+        """Return the weight of one entry of p: its part of the rate, with the gate's factors."""
         # With accumulation, a batch is a part of what the optimizer sees.
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        entries = [
-            value.numel() // value.shape[-1] if name in self.unit_costs else value.numel()
-            for name, value in zip(self.gates, values, strict=True)
-        ]
-        factors = [slots.factor for slots in self.slots(trainer)]
-        return [f / (n * parts) for f, n in zip(factors, entries, strict=True)]
+        factors = dict(zip(self.gates, self.slots(trainer), strict=True))
+        scales = {}
+        for name, value in values.items():
+            entries = value.numel() // (value.shape[-1] if name in self.unit_costs else 1)
+            scales[name] = weight * factors[name].factor / (entries * parts)
+        return scales
 
     def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:
         """Return values as a tensor, which is made anew only when they have changed."""
         kept = self._constants.get(name)
         if kept is None or kept[0] != values or kept[1].device != like.device:
-            made = torch.tensor(values, dtype=like.dtype, device=like.device)
+            made = torch.tensor(values, dtype=torch.float32, device=like.device)
             self._constants[name] = kept = (values, made)
         return kept[1]
 
     def let_go(self) -> None:
-        """Let go of the graph of the last forward pass."""
-        release(self.gates.values())
-        self._penalised = []
-        if self._missing:
-            self._missing = 0
+        """Let go of the graph of the last forward pass, and see that the penalty has acted."""
+        missing = self._missing
+        self.forget()
+        if missing:
             raise RuntimeError(
                 "The gradient of the loss did not come by the gates of this batch, so the penalty "
                 "could not act: let every training step use them, or none."
             )
+
+    def forget(self) -> None:
+        """Let go of the graph of the last forward pass."""
+        release(self.gates.values())
+        self._penalised, self._missing = [], 0
 
     def _shares(self, like: Tensor) -> dict[str, Tensor]:
         return {
@@ -195,19 +225,12 @@ class Pressure:
             for name, costs in self.unit_costs.items()
         }
 
-    def _check(self, values: list[Tensor], loss: Tensor) -> None:
-        if not any(value.requires_grad for value in values) and any(
-            parameter.requires_grad
-            for gate in self.gates.values()
-            if isinstance(gate, nn.Module)
-            for parameter in gate.parameters()
-        ):
+    def _check_graph(self) -> None:
+        modules = [gate for gate in self.gates.values() if isinstance(gate, nn.Module)]
+        ran = any(gate.probability is not None for gate in self.gates.values())
+        if ran and any(p.requires_grad for module in modules for p in module.parameters()):
             raise RuntimeError(
                 "The penalty found no graph behind the gates' last forward pass and could not act: "
                 "run passes under no_grad before the one of the loss, and checkpoint activations "
                 "with use_reentrant=False."
-            )
-        if loss.numel() != 1:
-            raise ValueError(
-                f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
             )

@@ -5,10 +5,11 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from typing_extensions import override
 
+from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, Multiplier
 from dg_lightning.compute import linear_maps
 from dg_lightning.landing import FrozenGates, Landing
@@ -17,12 +18,13 @@ from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
 
+from ._agreement import mean_over_ranks, refuse_two_penalties
 from ._pressure import Pressure, logs_now
-from ._ranks import mean_over_ranks
 
 __all__ = ["BudgetController"]
 
 _MEASUREMENTS = 200  # over a training, where `every_n_steps` is not given
+_MISSED = 0.05  # of the budget: further off, a landing has failed
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 
 
@@ -49,6 +51,7 @@ class BudgetController(pl.Callback):
         initial_weight: λ to start with.
         max_weight: The largest λ.
         layers: Name patterns of the gates to press on, for a single budget; all when None.
+        name: Put behind the logged keys, to tell several penalties of one Trainer apart.
 
     Raises:
         ValueError: If the budget cannot be met because gates at their floors, GateNets and maps
@@ -76,6 +79,7 @@ class BudgetController(pl.Callback):
         initial_weight: float = 0.1,
         max_weight: float = 100.0,
         layers: list[str] | None = None,
+        name: str | None = None,
     ) -> None:
         for share in budget.values() if isinstance(budget, dict) else [budget]:
             if not 0 < share <= 1:
@@ -93,8 +97,8 @@ class BudgetController(pl.Callback):
             )
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
-        for name, duration in (("begin", begin), ("until", until), ("landing", landing)):
-            check_duration(name, duration)
+        for moment, duration in (("begin", begin), ("until", until), ("landing", landing)):
+            check_duration(moment, duration)
         self.budget = dict(budget) if isinstance(budget, dict) else budget
         self.measure: Measure = measure
         self.method: Literal["pi", "dual"] = method
@@ -103,6 +107,7 @@ class BudgetController(pl.Callback):
         self.initial_weight = initial_weight
         self.max_weight = max_weight
         self.layers = layers
+        self.name = name
         self.pressure = Pressure({})
         self._start_anew()
 
@@ -113,6 +118,11 @@ class BudgetController(pl.Callback):
         self._measured_at = 0
         self._is_frozen = False
         self._frozen: FrozenGates | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(layers=self.layers, name=self.name)
 
     @property
     def landed(self) -> bool:
@@ -129,13 +139,24 @@ class BudgetController(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.global_step == 0:
-            self._start_anew()
         everything, maps = gate_layers(pl_module), linear_maps(pl_module)
+        known = self.pressure.gates.values()
+        if trainer.global_step == 0 or not all(gate in everything.values() for gate in known):
+            self._start_anew()
         groups = self.budget if isinstance(self.budget, dict) else {"": self.budget}
         self._budgets: dict[str, GateBudget] = {}
         for pattern, share in groups.items():
             gates = gate_layers(pl_module, [pattern] if pattern else self.layers)
+            if not any(
+                p.requires_grad
+                for gate in gates.values()
+                if isinstance(gate, nn.Module)
+                for p in gate.parameters()
+            ):
+                raise ValueError(
+                    f"The gates {', '.join(gates)} have no parameter to train, and cannot be "
+                    "brought to a budget: let them require gradients."
+                )
             if self.measure == "macs" and (unknown := without_a_price(gates, maps)):
                 raise ValueError(
                     f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
@@ -168,13 +189,7 @@ class BudgetController(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            theirs = getattr(getattr(other, "pressure", None), "gates", {})
-            if other is not self and (shared := sorted(set(theirs) & set(self.pressure.gates))):
-                raise ValueError(
-                    f"{type(other).__name__} and BudgetController both press on {shared[0]}: "
-                    "the weight of a penalty has one owner; remove one, or part them by `layers`."
-                )
+        refuse_two_penalties(self, trainer)
         for name, budget in self._budgets.items():
             if (least := budget.least()) > budget.budget:
                 deciding = budget.least_decisions() if self.measure == "macs" else 0.0
@@ -188,11 +203,15 @@ class BudgetController(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock = Clock.of(trainer)
         self._allowed_at = {name: self._allowed(b, clock) for name, b in self._budgets.items()}
-        self._begin, self._landing = clock.steps(self.begin), clock.steps(self.landing)
+        self._begin = clock.steps(self.begin)
+        # Two steps are left for it: gates are frozen first and land one step later.
+        self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
         warn_of_risks(self, trainer, pl_module)
+        for slots in self.pressure.slots(trainer):
+            slots.controlled = True
         if self._is_frozen:
-            self._freeze()
+            self._freeze(trainer, pl_module)
 
     def _allowed(self, budget: GateBudget, clock: Clock) -> ValueAt:
         """Return the share that may be used over the steps."""
@@ -215,10 +234,10 @@ class BudgetController(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        pressing = self._frozen is None and trainer.global_step >= self._begin
+        begun = trainer.global_step >= self._begin
         for slots in self.pressure.slots(trainer):
-            slots.pressing = bool(slots.pressing) or pressing
-        if not pressing:
+            slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
+        if not begun or self._frozen is not None:
             return
         weights = {name: m.value.to(loss.device) for name, m in self._multipliers.items()}
         sizes = [len(budget.gates) for budget in self._budgets.values()]
@@ -231,8 +250,8 @@ class BudgetController(pl.Callback):
         rates = self.pressure.act(trainer, pl_module, loss, gradient_of)
         if rates is not None and logs_now(trainer):
             for (name, budget), part in zip(self._budgets.items(), rates.split(sizes), strict=True):
-                pl_module.log(_key("gates/penalty", name), budget.usage(part))
-                pl_module.log(_key("gates/penalty_weight", name), weights[name])
+                pl_module.log(self._key("gates/penalty", name), budget.usage(part))
+                pl_module.log(self._key("gates/penalty_weight", name), weights[name])
 
     @override
     def on_train_batch_end(
@@ -249,7 +268,8 @@ class BudgetController(pl.Callback):
         step = trainer.global_step
         # Gates are frozen first and land one step later: p is of before the optimizer's step.
         lands = not self.landed and step >= self._landing
-        if step > self._measured_at and (step % self._interval == 0 or lands):
+        due = step // self._interval > self._measured_at // self._interval
+        if step > self._measured_at and (due or lands):
             self._measured_at = step
             self._measure(trainer, pl_module, step)
 
@@ -258,8 +278,8 @@ class BudgetController(pl.Callback):
         for name, budget in self._budgets.items():
             used = mean_over_ranks(trainer, budget.used())
             allowed = self._allowed_at[name](step)
-            pl_module.log(_key("gates/budget_used", name), used)
-            pl_module.log(_key("gates/budget_allowed", name), allowed)
+            pl_module.log(self._key("gates/budget_used", name), used)
+            pl_module.log(self._key("gates/budget_allowed", name), allowed)
             self._used[name] = used
             if self._frozen is not None:
                 landing = self._landings[name]
@@ -268,22 +288,39 @@ class BudgetController(pl.Callback):
             elif self._begin <= step < self._landing:
                 rates = mean_over_ranks(trainer, mean_rates(budget.gates))
                 self._multipliers[name].update(used, budget.usage(rates), allowed)
-        if step >= self._landing:
-            self._freeze()
+        if self._is_frozen or step >= self._landing:
+            self._freeze(trainer, pl_module)
 
-    def _freeze(self) -> None:
+    def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Let nothing change the gates from now on, an average of weights included."""
         self._is_frozen = True
         self._frozen = FrozenGates(self.pressure.gates.values())
+        for slots in self.pressure.slots(trainer):
+            slots.frozen = True
+        copy_gates_to_averages(pl_module, trainer.callbacks)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.pressure.forget()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, used in self.reached.items():
+            budget = self._budgets[name].budget
             state = "landed" if self.landed else "training ended before the landing"
             what = f"{_WORDS[self.measure]}{f' of {name}' if name else ''}"
-            rank_zero_info(
-                f"BudgetController: {used:.2%} {what} for a budget of "
-                f"{self._budgets[name].budget:.2%} ({state})."
-            )
+            line = f"BudgetController: {used:.2%} {what} for a budget of {budget:.2%} ({state})."
+            missed = self.landed and abs(used / budget - 1) > _MISSED
+            if missed and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                rank_zero_warn(
+                    f"{line} Many units have the same p and open together, or other gates use more "
+                    "than is left: press longer (`begin`, `landing`), or raise the gates' learning "
+                    "rate."
+                )
+            else:
+                rank_zero_info(line)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -305,6 +342,5 @@ class BudgetController(pl.Callback):
             for name in own.keys() & saved.keys():
                 own[name].load_state_dict(saved[name])
 
-
-def _key(key: str, name: str) -> str:
-    return f"{key}/{name}" if name else key
+    def _key(self, key: str, name: str) -> str:
+        return "/".join(part for part in (key, self.name, name) if part)

@@ -15,7 +15,7 @@ from dg_lightning.rescue import Rescue
 from dg_lightning.schedules import Clock
 from dg_lightning.slots import slots_of
 
-from ._ranks import mean_over_ranks
+from ._agreement import mean_over_ranks
 
 __all__ = ["CollapseDetector"]
 
@@ -79,13 +79,19 @@ class CollapseDetector(pl.Callback):
         self._checked_at = 0
         self._statistics = GateStatistics([])
 
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(layers=self.layers, modes=self.modes)
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.global_step == 0:
+        gates = gate_layers(pl_module, self.layers)
+        if trainer.global_step == 0 or gates != self._gates:
             self._start_anew()
-        self._gates = gate_layers(pl_module, self.layers)
+        self._gates = gates
         self._statistics = GateStatistics(list(self._gates.values()))
         for name in self._gates:
             self._history.setdefault(name, [])
@@ -111,12 +117,14 @@ class CollapseDetector(pl.Callback):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
-        phase = step % self._interval
-        if step == self._checked_at or phase not in (0, self._interval - 1):
+        # Flips are counted from one step to the next, so two steps are looked at.
+        second = self._statistics.previous is not None
+        due = (step + 1) // self._interval > (self._checked_at + 1) // self._interval
+        if step == self._checked_at or not (second or due):
             return
         self._checked_at = step
         rates = mean_over_ranks(trainer, unit_rates(list(self._gates.values())))
-        if phase:
+        if not second:
             self._statistics.before(rates)
             return
         figures = self._statistics.check(rates)
@@ -125,7 +133,8 @@ class CollapseDetector(pl.Callback):
             history = self._history[name]
             history.append(self._state(trainer, name, gate, gate_figures))
             del history[:-_KEPT]
-            verdict = diagnose(history, self.limits)
+            frozen = slots_of(trainer, gate).frozen  # it is as it was meant to be
+            verdict = None if frozen else diagnose(history, self.limits)
             if verdict is not None and verdict.mode in self.modes:
                 found[name] = verdict
         self._act(trainer, step, found)
@@ -147,6 +156,8 @@ class CollapseDetector(pl.Callback):
             initial_p=gate.initial_open_rate,
             input_dependent=gate.input_dependent,
             begun=slots.pressing is not False,  # None: somebody's own penalty, or no penalty
+            fixed=getattr(gate, "k", None) is not None,
+            controlled=slots.controlled,
             pressed=(trainer.global_step - since) / self._total,
             keep=slots.keep,
             factor=slots.phase_factor,
@@ -159,10 +170,11 @@ class CollapseDetector(pl.Callback):
                 rank_zero_warn(verdict.line(step, name))
                 self.verdicts.append({"step": step, "layer": name, "mode": verdict.mode})
             if verdict is None:
-                self._showing.pop(name, None)
+                if len(self._history[name]) >= self.limits.patience:
+                    self._showing.pop(name, None)
             else:
                 self._showing[name] = verdict.mode
-            if self.action == "rescue":
+            if self.action == "rescue" and not slots_of(trainer, gate).frozen:
                 dead = self._statistics.dead_units(index, gate.block_size)
                 now = self._history[name][-1]
                 done = self._rescues[name].act(trainer, gate, now, verdict, dead)
@@ -172,7 +184,9 @@ class CollapseDetector(pl.Callback):
                     self._history[name].clear()  # what was seen before is no longer so
         if self.action == "stop" and not trainer.fast_dev_run:
             stop = trainer.strategy.reduce_boolean_decision(bool(found), all=False)
-            trainer.should_stop = trainer.should_stop or stop
+            if stop:
+                rank_zero_info(f"CollapseDetector stops the training at step {step}.")
+                trainer.should_stop = True
 
     @override
     def state_dict(self) -> dict[str, Any]:

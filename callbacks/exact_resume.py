@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 __all__ = ["ExactResume"]
@@ -19,7 +20,8 @@ class ExactResume(pl.Callback):
 
     Dropout, gates that are drawn and anything else that draws random numbers then go on as in the
     uninterrupted run: Python's `random`, NumPy's global generator, and torch's on the CPU and on
-    every CUDA device. The order of the data is the DataModule's business.
+    every CUDA device. The order of the data is the loader's business: our DataModules resume in the
+    middle of an epoch, a plain torch `DataLoader` at the end of one.
 
     A checkpoint of another number of processes restores nothing and says so.
 
@@ -97,8 +99,16 @@ class ExactResume(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._to_restore is not None:
-            self.restore(self._to_restore)
+        if self._to_restore is None:
+            return
+        self.restore(self._to_restore)
+        loaders = trainer.fit_loop._combined_loader
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        between_epochs = progress.current.ready == 0 or progress.is_last_batch
+        if between_epochs and any(isinstance(d, DataLoader) for d in loaders.flattened):  # type: ignore[union-attr]
+            # A torch loader draws a seed when its iterator is made, which the uninterrupted run
+            # does after the checkpoint, and Lightning has done here before it was restored.
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
     @override
     def on_train_batch_start(

@@ -21,6 +21,7 @@ from dg_lightning.protocol import by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
 from dg_lightning.slots import slots_of
 
+from ._agreement import refuse_two_penalties
 from ._pressure import Pressure, logs_now
 
 __all__ = ["GatePenalty"]
@@ -95,6 +96,11 @@ class GatePenalty(pl.Callback):
         for rate in target.values() if isinstance(target, dict) else [target]:
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(f"`target` must be in [0, 1], got {rate}.")
+        for pattern, factor in (layer_weights or {}).items():
+            if not 0 <= factor < math.inf:
+                raise ValueError(
+                    f"`layer_weights` must be at least 0 and finite, got {factor} for {pattern!r}."
+                )
         if unit_costs is not None and usage == "expected_macs":
             raise ValueError("`expected_macs` has its own prices: leave `unit_costs` out.")
         self.usage: Usage = usage
@@ -112,12 +118,6 @@ class GatePenalty(pl.Callback):
         if stage != "fit":
             return
         gates = gate_layers(pl_module, self.layers)
-        names = [c.name for c in trainer.callbacks if isinstance(c, GatePenalty)]  # type: ignore[attr-defined]
-        if names.count(self.name) > 1:
-            raise ValueError(
-                f"Two GatePenalty have the name {self.name!r}: give each another `name`, which "
-                "tells their logged keys apart."
-            )
         maps = linear_maps(pl_module)
         if self.usage == "expected_macs" and (unknown := without_a_price(gates, maps)):
             raise ValueError(
@@ -142,6 +142,10 @@ class GatePenalty(pl.Callback):
                     f"got {len(values)} from {min(values)} to {max(values)}."
                 )
         self.pressure = Pressure(gates, self.of, costs)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        refuse_two_penalties(self, trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -180,6 +184,12 @@ class GatePenalty(pl.Callback):
             usage = usage_term(self.usage, rates, **self._terms(trainer, rates))
             pl_module.log(f"gates/penalty{suffix}", usage)
             pl_module.log(f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors))
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.pressure.forget()
 
     @override
     def on_train_batch_end(

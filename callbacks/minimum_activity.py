@@ -10,8 +10,9 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.gate_statistics import GateStatistics, unit_rates
 from dg_lightning.protocol import GateLike, by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Duration, check_duration
+from dg_lightning.slots import slots_of
 
-from ._ranks import mean_over_ranks
+from ._agreement import mean_over_ranks
 
 __all__ = ["MinimumActivity"]
 
@@ -61,18 +62,17 @@ class MinimumActivity(pl.Callback):
         self._seen_at = 0
         self._statistics = GateStatistics([])
 
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(layers=self.layers)
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         self._gates = gate_layers(pl_module, self.layers)
-        if isinstance(self.min_open, dict):
-            floors = by_pattern("min_open", self.min_open, self._gates, None)
-        else:
-            floors = [self.min_open] * len(self._gates)
-        for gate, floor in zip(self._gates.values(), floors, strict=True):
-            if floor is not None:
-                gate.set_min_open(floor)
+        self._set_floors()
         self._watched = {n: gate for n, gate in self._gates.items() if gate.input_dependent}
         if self.revive_after is not None and not self._watched:
             raise ValueError(
@@ -80,6 +80,19 @@ class MinimumActivity(pl.Callback):
                 "its unit for good, and has a gradient to open again; leave it out."
             )
         self._statistics = GateStatistics(list(self._watched.values()), _CHECKS)
+
+    def _set_floors(self) -> None:
+        if isinstance(self.min_open, dict):
+            floors = by_pattern("min_open", self.min_open, self._gates, None)
+        else:
+            floors = [self.min_open] * len(self._gates)
+        for gate, floor in zip(self._gates.values(), floors, strict=True):
+            if floor is not None:
+                gate.set_min_open(floor)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_floors()  # again: a checkpoint has brought its own
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -101,7 +114,7 @@ class MinimumActivity(pl.Callback):
         step = trainer.global_step
         if self.revive_after is None or step == self._seen_at or step > self._until:
             return
-        if step % self._interval:
+        if step // self._interval == self._seen_at // self._interval:
             return
         self._seen_at = step
         gates = list(self._watched.values())
@@ -109,7 +122,7 @@ class MinimumActivity(pl.Callback):
         if not self._statistics.filled:
             return
         for index, (name, gate) in enumerate(self._watched.items()):
-            if figures[index].dead:
+            if figures[index].dead and not slots_of(trainer, gate).frozen:
                 dead = self._statistics.dead_units(index, gate.block_size)
                 gate.revive(dead)
                 self.revived += int(dead.sum())

@@ -11,6 +11,7 @@ from dg_lightning.protocol import GateLike, gate_layers, start_open_at
 from dg_lightning.schedules import Clock, Duration, Schedule, Shape
 from dg_lightning.slots import set_temperature, slots_of
 
+from ._agreement import refuse_two_writers
 from ._pressure import logs_now
 
 __all__ = ["TemperatureAnnealing"]
@@ -60,6 +61,7 @@ class TemperatureAnnealing(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._gates = gate_layers(pl_module, self.layers)
+            refuse_two_writers(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -12,6 +12,7 @@ from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
 from dg_lightning.slots import set_threshold, slots_of
 
+from ._agreement import refuse_two_writers
 from ._pressure import logs_now
 
 __all__ = ["ThresholdPhases"]
@@ -74,6 +75,7 @@ class ThresholdPhases(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._gates = gate_layers(pl_module, self.layers)
+            refuse_two_writers(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dg_lightning.protocol import gate_layers
 
-__all__ = ["keep_settings_live"]
+__all__ = ["copy_gates_to_averages", "keep_settings_live"]
 
 _SETTINGS = ("temperature", "threshold", "min_open")
 
@@ -28,6 +28,24 @@ def keep_settings_live(module: nn.Module, callbacks: Iterable[Any]) -> None:
         for average in list(vars(callback).values()):
             if isinstance(average, AveragedModel):
                 _share_settings(average, live)
+
+
+@torch.no_grad()
+def copy_gates_to_averages(module: nn.Module, callbacks: Iterable[Any]) -> None:
+    """Give every `AveragedModel` the parameters of the module's gates, once those stand still.
+
+    An average of logits from before a landing would have other units open than have landed.
+    """
+    live = gate_layers(module, required=False)
+    for callback in callbacks:
+        for average in list(vars(callback).values()):
+            if not isinstance(average, AveragedModel):
+                continue
+            for name, gate in gate_layers(average.module, required=False).items():
+                if name in live and isinstance(gate, nn.Module):
+                    ours: Any = live[name]
+                    for their, our in zip(gate.parameters(), ours.parameters(), strict=True):
+                        their.copy_(our)
 
 
 def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dg_lightning.compute import LinearMap, decision_macs, executed_macs
-from dg_lightning.deployed import deployed_gate, floor_of
+from dg_lightning.deployed import deployed_gate, floor_of, logit
 from dg_lightning.penalties import MacsPrices
 from dg_lightning.protocol import GateLike
 
@@ -21,6 +21,7 @@ __all__ = ["GateBudget", "Measure", "Multiplier"]
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MOST_CANDIDATES = 4096
+_FAR = 0.5  # of the target
 
 
 @contextmanager
@@ -62,13 +63,16 @@ class GateBudget:
         self.measure = measure
         self.budget = budget
         self.macs_dense = sum(m.macs_dense for m in maps)
+        units = torch.tensor([float(gate.units) for gate in gates.values()])
+        self.unit_shares = units / units.sum()
         self.prices = MacsPrices(list(gates.values()), maps) if measure == "macs" else None
 
     @torch.no_grad()
     def used(self, shift: float = 0.0) -> Tensor:
         """Return the share that the last forward pass used: 0-d, on the gates' device."""
         gates = list(self.gates.values())
-        with _deployed(self.all_gates, dict.fromkeys(gates, shift)):
+        concerned = gates if self.measure == "open_rate" else self.all_gates
+        with _deployed(concerned, dict.fromkeys(gates, shift)):
             if self.measure == "open_rate":
                 opened = [_row_mean(gate.gate.sum(-1)) * gate.block_size for gate in gates]  # type: ignore[union-attr]
                 return torch.stack(opened).sum() / sum(gate.units for gate in gates)
@@ -113,8 +117,9 @@ class GateBudget:
 
     def _units(self, like: Tensor) -> Tensor:
         """Return each gate's share of all units."""
-        units = torch.tensor([float(gate.units) for gate in self.gates.values()])
-        return (units / units.sum()).to(like.device)
+        if self.unit_shares.device != like.device:
+            self.unit_shares = self.unit_shares.to(like.device)
+        return self.unit_shares
 
     @torch.no_grad()
     def shift_for(self, target: float) -> float:
@@ -123,16 +128,13 @@ class GateBudget:
         Shifted alike, gates open in the order that was learned. 0 where nothing has to change.
         """
         distances = [
-            torch.logit(gate.threshold.double()) - torch.logit(gate.probability.double().flatten())
+            logit(gate.threshold) - logit(gate.probability.flatten())
             for gate in self.gates.values()
             if gate.probability is not None
         ]
-        needed = torch.cat(distances).cpu()  # the shift that opens each unit
-        needed = needed[needed.isfinite()].unique()
+        needed = torch.cat(distances).cpu().unique()  # the shift that opens each unit
         if len(needed) > _MOST_CANDIDATES:
             needed = needed[torch.linspace(0, len(needed) - 1, _MOST_CANDIDATES).long()]
-        if not len(needed):
-            return 0.0
         halfway = (needed[1:] + needed[:-1]) / 2  # between two units nothing changes
         shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
         low, high = 0, len(shifts) - 1
@@ -142,7 +144,12 @@ class GateBudget:
                 low = middle
             else:
                 high = middle - 1
-        return 0.0 if self.used(shifts[low]) == self.used() else shifts[low]
+        # Units with the same p open together: where that is far off, the nearer side is taken.
+        nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
+        misses = self.used(shifts[low]) < (1 - _FAR) * target
+        chosen = nearest if misses else shifts[low]
+        impossible = self.used(shifts[0]) > target  # closing all would not do, and would kill
+        return 0.0 if impossible or self.used(chosen) == self.used() else chosen
 
     def shift(self, amount: float) -> None:
         """Add to every ``z / τ``."""

@@ -44,6 +44,8 @@ class GateState:
         input_dependent: Whether the gate reads its input.
         begun: Whether anything has begun to close gates.
         pressed: Share of the training in which something has pressed on the gate.
+        fixed: Whether the number of open gates is fixed, as with top-k.
+        controlled: Whether a controller says how much is open.
         keep: The keep target, where there is one.
         factor: What phases multiply the penalty by.
     """
@@ -63,6 +65,8 @@ class GateState:
     input_dependent: bool
     begun: bool
     pressed: float
+    fixed: bool = False
+    controlled: bool = False
     keep: float | None = None
     factor: float = 1.0
 
@@ -100,6 +104,16 @@ class Limits:
     flips: float = 0.1
     judged_after: float = 0.5
     patience: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("closed", "low_p", "open", "shock", "units", "judged_after"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("spread", "moved", "flips"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        if self.patience < 1:
+            raise ValueError(f"`patience` must be at least 1, got {self.patience}.")
 
 
 @dataclass(frozen=True)
@@ -146,13 +160,15 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
             "lower the gates' learning rate, raise τ, or move the keep target away from θ",
         )
     if all(state.g >= limits.open for state in recent):
-        wanted = now.keep is not None and now.keep >= 0.8
+        wanted = now.controlled or now.fixed or (now.keep is not None and now.keep >= 0.8)
         return _all_open(now) if judged and not wanted else None
     return _of_gate_net(recent, limits) if now.input_dependent and judged else None
 
 
 def _is_closed(state: GateState, limits: Limits) -> bool:
-    return state.g <= max(limits.closed, state.floor)
+    # A high floor is a choice, and no sign of a collapse onto it.
+    floor = state.floor if state.floor <= 0.1 else 0.0
+    return state.g <= max(limits.closed, floor) + 1e-6 and not state.fixed
 
 
 def _closed(now: GateState, limits: Limits) -> Verdict:
@@ -228,7 +244,7 @@ def _of_gate_net(recent: Sequence[GateState], limits: Limits) -> Verdict | None:
             "the GateNet has given them up, and no gradient of theirs asks for more",
             "revive them (MinimumActivity), lower the weight, or make the layer narrower",
         )
-    if all(state.always_on > limits.units for state in recent):
+    if all(state.always_on > limits.units for state in recent) and not now.controlled:
         return Verdict(
             "always_on_units",
             f"{now.always_on:.0%} of the units were opened by every sample",

@@ -6,7 +6,7 @@ from torch import Tensor
 from dg_lightning.gates.policies import top_k_mask
 from dg_lightning.protocol import GateLike
 
-__all__ = ["deployed_gate", "floor_of"]
+__all__ = ["deployed_gate", "floor_of", "logit"]
 
 
 def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
@@ -17,22 +17,28 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
     """
     p = gate.probability
     if p is None or gate.gate is None:
-        raise RuntimeError(f"A gate of {gate.units} units took no part in the last forward pass.")
+        raise RuntimeError(
+            f"A gate of {gate.units} units took no part in the last forward pass: let the net use "
+            "it, or name the other gates with `layers`."
+        )
     p = p.detach()
     if getattr(gate, "k", None) is not None:
         return gate.gate.detach() != 0
-    if shift:
-        is_open = torch.logit(p.double()) + shift > torch.logit(gate.threshold.double())
-    else:
-        is_open = p > gate.threshold
+    is_open = logit(p) + shift > logit(gate.threshold) if shift else p > gate.threshold
     floor = floor_of(gate)
     return top_k_mask(p, floor, also=is_open) if floor else is_open
 
 
+def logit(p: Tensor) -> Tensor:
+    """Return the logit in double precision; of what float32 has rounded to 0 or 1, a large one."""
+    return torch.logit(p.double(), eps=1e-7)
+
+
 def floor_of(gate: GateLike) -> int:
-    """Return how many blocks are open at least.
+    """Return how many blocks are open at least: the floor, or the k of top-k.
 
     Where the gate knows it on the host too, without waiting for the device.
     """
     known: int | None = getattr(gate, "_floor", None)
-    return round(float(gate.min_open)) if known is None else known
+    floor = round(float(gate.min_open)) if known is None else known
+    return max(floor, getattr(gate, "k", None) or 0)

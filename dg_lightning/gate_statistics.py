@@ -35,10 +35,10 @@ def unit_rates(gates: Sequence[GateLike]) -> Tensor:
     """
     opened, means, settings = [], [], []
     for gate in gates:
-        p = gate.probability
+        is_open, p = deployed_gate(gate), gate.probability
         assert p is not None
         rows = p.detach().float().reshape(-1, p.shape[-1])
-        opened.append(deployed_gate(gate).float().reshape(-1, p.shape[-1]).mean(0))
+        opened.append(is_open.float().reshape(-1, p.shape[-1]).mean(0))
         means.append(rows.mean(0))
         spread = rows.std(0, correction=0).mean()
         settings.append(torch.stack([spread, gate.threshold.float(), gate.temperature.float()]))

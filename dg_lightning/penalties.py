@@ -16,7 +16,6 @@ from dg_lightning.protocol import GateLike, connection_mask
 __all__ = [
     "MacsPrices",
     "Usage",
-    "last_value",
     "mean_rates",
     "unit_costs_by_connections",
     "usage_gradient",
@@ -31,27 +30,26 @@ def mean_rates(
     gates: Mapping[str, GateLike],
     of: Literal["p", "g"] = "p",
     unit_shares: Mapping[str, Tensor] | None = None,
+    unknown: float | None = None,
 ) -> Tensor:
     """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
 
-    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them.
+    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them. A gate
+    that has not run yet counts as `unknown`, or is an error.
     """
     means = []
     for name, gate in gates.items():
-        value = last_value(name, gate, of)
+        value = gate.probability if of == "p" else gate.gate
         shares = None if unit_shares is None else unit_shares.get(name)
-        means.append(value.mean() if shares is None else (value * shares).sum(-1).mean())
+        if value is None and unknown is None:
+            raise RuntimeError(
+                f"Gate {name!r} has no probability: it took no part in the last forward pass."
+            )
+        if value is None:
+            means.append(gate.threshold.new_tensor(unknown))
+        else:
+            means.append(value.mean() if shares is None else (value * shares).sum(-1).mean())
     return torch.stack(means)
-
-
-def last_value(name: str, gate: GateLike, of: Literal["p", "g"]) -> Tensor:
-    """Return p or g of a gate's last forward pass."""
-    value = gate.probability if of == "p" else gate.gate
-    if value is None:
-        raise RuntimeError(
-            f"Gate {name!r} has no probability: it took no part in the last forward pass."
-        )
-    return value
 
 
 def usage_term(

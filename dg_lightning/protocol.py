@@ -18,6 +18,7 @@ __all__ = [
     "by_pattern",
     "connection_mask",
     "gate_layers",
+    "keep_p",
     "release",
     "start_open_at",
 ]
@@ -107,11 +108,16 @@ def gate_layers(
     }
     if required and not found:
         raise ValueError(
-            f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear, "
-            "or give them a StaticGate or DynamicGate."
+            f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
+            "(GatedMLP: `gate: {kind: static}`), or give them a StaticGate or DynamicGate."
         )
     if layers is None:
         return found
+    if not layers or isinstance(layers, str):
+        raise ValueError(
+            f"`layers` must be a list of name patterns, got {layers!r}; "
+            f"there are {', '.join(found)}."
+        )
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(f"No gate is named {pattern!r}; there are {', '.join(found)}.")
@@ -154,12 +160,20 @@ def start_open_at(gate: GateLike, temperature: float) -> None:
     before = float(gate.temperature)
     if math.isclose(before, temperature, rel_tol=1e-6):
         return
-    if hasattr(gate, "scale_logits"):
-        gate.scale_logits(temperature / before)
-    else:
-        p0 = gate.initial_open_rate
-        gate.shift_bias((temperature - before) * math.log(p0 / (1 - p0)))
+    keep_p(gate, temperature / before, gate.initial_open_rate)
     gate.temperature.fill_(temperature)
+
+
+def keep_p(gate: GateLike, factor: float, typical: float) -> None:
+    """Let a gate keep its p while its temperature is multiplied by a factor.
+
+    A gate that cannot scale its logits keeps the typical p only.
+    """
+    if hasattr(gate, "scale_logits"):
+        gate.scale_logits(factor)
+    else:
+        z = float(gate.temperature) * math.log(typical / (1 - typical))
+        gate.shift_bias((factor - 1) * z)
 
 
 def release(gates: Iterable[GateLike]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dg_lightning.collapse import GateState, Verdict
-from dg_lightning.protocol import GateLike
+from dg_lightning.protocol import GateLike, keep_p
 from dg_lightning.slots import set_temperature, set_threshold, slots_of
 
 __all__ = ["Rescue"]
@@ -77,19 +77,19 @@ class Rescue:
             return f"lowering θ to {lowered:.3g} and halving λ"
         if verdict.mode in ("closed_by_threshold", "closed_by_penalty", "phase_shock"):
             wanted = min(now.threshold + _MARGIN, 0.95)
-            lift = _logit(wanted) - _logit(min(max(now.p, 1e-6), wanted))
-            gate.shift_bias(lift * now.temperature)
+            warm = max(now.temperature, 1.0) if now.temperature < 0.5 else now.temperature
+            self.temperature_offset += warm - now.temperature
+            lift = warm * _logit(wanted) - now.temperature * _logit(min(max(now.p, 1e-6), wanted))
+            gate.shift_bias(lift)
             self.weight_factor /= 10
-            done = f"lifting the bias by {lift * now.temperature:.3g} and dividing λ by 10"
-            if now.temperature < 0.5:
-                self.temperature_offset += 1.0 - now.temperature
-                done += ", and raising τ to 1"
-            return done
+            raised = f", and raising τ to {warm:.3g}" if warm != now.temperature else ""
+            return f"lifting the bias by {lift:.3g} and dividing λ by 10{raised}"
         if verdict.mode in ("all_open", "always_on_units"):
             self.weight_factor *= 2
             return "doubling λ"
         if verdict.mode == "flapping":
             self.temperature_offset += now.temperature / 2
+            keep_p(gate, 1.5, now.p)
             return f"raising τ to {1.5 * now.temperature:.3g}"
         if verdict.mode == "dead_units":
             gate.revive(dead)
@@ -105,7 +105,8 @@ class Rescue:
         self.weight_factor = math.sqrt(self.weight_factor)
         self.threshold_offset /= 2
         self.temperature_offset /= 2
-        if abs(self.weight_factor - 1) < 0.05:
+        offsets = max(abs(self.threshold_offset), abs(self.temperature_offset))
+        if abs(self.weight_factor - 1) < 0.05 and offsets < 0.02:
             self.weight_factor, self.threshold_offset, self.temperature_offset = 1.0, 0.0, 0.0
         self._apply(trainer, gate, now)
         return "healthy again, half of the rescue taken back"

@@ -55,6 +55,11 @@ class Clock:
                 "set `max_steps` of the Trainer, or `max_epochs` with data that has a length."
             )
         batches = trainer.num_training_batches
+        module = getattr(trainer, "lightning_module", None)
+        if module is not None and not module.automatic_optimization and trainer.max_steps == -1:
+            # Lightning counts every step of every optimizer, but estimates one a batch.
+            optimizers = max(1, len(trainer.optimizers))
+            total, batches = total * optimizers, batches * optimizers
         if not batches or math.isinf(batches):
             return cls(int(total))
         return cls(int(total), math.ceil(batches / trainer.accumulate_grad_batches))
@@ -237,12 +242,13 @@ def joined(values: Sequence[float], starts: Sequence[int], width: int) -> ValueA
     """
 
     def value_at(step: int) -> float:
-        phase = max(index for index, start in enumerate(starts) if step >= start)
-        if phase == 0:
-            return values[0]
-        progress = min(1.0, (step - starts[phase]) / width) if width else 1.0
-        share = (1 - math.cos(math.pi * progress)) / 2
-        previous, value = values[phase - 1], values[phase]
-        return value if progress == 1 else previous + (value - previous) * share
+        value = values[0]
+        for start, target in zip(starts[1:], values[1:], strict=True):
+            if step < start:
+                break
+            progress = min(1.0, (step - start) / width) if width else 1.0
+            # A phase that follows early sets out from where the one before has come to.
+            value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
+        return value
 
     return value_at

@@ -26,6 +26,8 @@ class Slots:
     keep: float | None = None  # ThresholdPhases: the share of gates to keep open
     phase_factor: float = 1.0  # ThresholdPhases
     pressing: bool | None = None  # GatePenalty, BudgetController: has a penalty begun to act?
+    controlled: bool = False  # BudgetController: how much is open is its business
+    frozen: bool = False  # BudgetController: the gate has landed, and nothing may change it
     temperature_offset: float = 0.0  # CollapseDetector
     threshold_offset: float = 0.0  # CollapseDetector
     rescue_factor: float = 1.0  # CollapseDetector
@@ -49,6 +51,8 @@ def slots_of(trainer: Any, gate: GateLike) -> Slots:
 def set_temperature(trainer: Any, gate: GateLike, value: float) -> None:
     """Write the temperature of the schedule; the gate gets it with the offset of a rescue."""
     slots = slots_of(trainer, gate)
+    if slots.frozen:
+        return
     slots.temperature = value
     gate.temperature.fill_(max(value + slots.temperature_offset, _LOWEST_TEMPERATURE))
 
@@ -56,5 +60,7 @@ def set_temperature(trainer: Any, gate: GateLike, value: float) -> None:
 def set_threshold(trainer: Any, gate: GateLike, value: float) -> None:
     """Write the threshold of the schedule; the gate gets it with the offset of a rescue."""
     slots = slots_of(trainer, gate)
+    if slots.frozen:
+        return
     slots.threshold = value
     gate.threshold.fill_(min(max(value + slots.threshold_offset, 0.0), _HIGHEST_THRESHOLD))

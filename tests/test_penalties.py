@@ -59,7 +59,7 @@ def test_expected_macs_give_no_credit_for_rows_behind_a_layer_norm() -> None:
 def test_expected_macs_count_connections_and_see_them_change() -> None:
     net, rates = net_with_rates(0.5, 0.5, 0.5)
     first = linear_maps(net)[0].linear
-    first.connection_mask = torch.rand(4, 6) < 0.5  # type: ignore[assignment]
+    first.connection_mask = torch.rand(4, 6) < 0.5
     prices = prices_of(net)
     for kept in (first.connection_mask, torch.rand(4, 6) < 0.2):
         first.connection_mask = kept
@@ -78,8 +78,8 @@ def test_gradients_by_hand_are_those_of_autograd(values: list[float], seed: int)
     for usage in ("linear", "target", "hinge_below", "hinge_above"):
         for power in (1, 2):
             terms: Any = {"targets": targets, "power": power, "layer_weights": weights}
-            (by_autograd,) = torch.autograd.grad(usage_term(usage, rates, **terms), rates)  # type: ignore[arg-type]
-            torch.testing.assert_close(usage_gradient(usage, rates.detach(), **terms), by_autograd)  # type: ignore[arg-type]
+            (by_autograd,) = torch.autograd.grad(usage_term(usage, rates, **terms), rates)
+            torch.testing.assert_close(usage_gradient(usage, rates.detach(), **terms), by_autograd)
     (by_autograd,) = torch.autograd.grad(usage_term("expected_macs", rates, prices=prices), rates)
     by_hand = usage_gradient("expected_macs", rates.detach(), prices=prices, layer_weights=weights)
     torch.testing.assert_close(by_hand, weights * by_autograd)
@@ -103,8 +103,8 @@ def test_terms_by_hand() -> None:
 def test_costs_of_units_weigh_the_mean_and_count_connections_in_and_out() -> None:
     net, _ = net_with_rates(0.5, 0.5, 0.5)
     first = linear_maps(net)[0].linear
-    first.connection_mask = torch.zeros(4, 6, dtype=torch.bool)  # type: ignore[assignment]
-    first.connection_mask[0, :5] = True  # type: ignore[index]
+    first.connection_mask = torch.zeros(4, 6, dtype=torch.bool)
+    first.connection_mask[0, :5] = True
     gates = gate_layers(net)
     costs = unit_costs_by_connections(gates["hidden.0.gate"], linear_maps(net))
     assert costs == [5 + 3, 3, 3, 3]

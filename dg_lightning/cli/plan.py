@@ -58,17 +58,17 @@ class PlanningTrainer(pl.Trainer):
         except ModuleNotFoundError:
             rank_zero_info("A picture needs matplotlib: pip install 'dg-lightning[plot]'")
             return
-        draw(curves, clock, Path(output))
-        rank_zero_info(f"The plan is drawn in {output}.")
+        path = Path(output, "plan.png") if Path(output).is_dir() else Path(output)
+        draw(curves, clock, path)
+        rank_zero_info(f"The plan is drawn in {path}.")
 
     def _clock(self, datamodule: pl.LightningDataModule | None) -> Clock:
         """Count the steps that a fit would have; the data must be there."""
-        batches: float = math.inf
-        if datamodule is not None:
-            datamodule.prepare_data()
-            datamodule.setup("fit")
-            loader = datamodule.train_dataloader()
-            batches = math.ceil(len(loader) / self.world_size)
+        if datamodule is None:
+            raise ValueError("A plan needs data, to know how long an epoch is: give `--data`.")
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        batches = math.ceil(len(datamodule.train_dataloader()) / self.world_size)
         limit = self.limit_train_batches
         batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
         per_epoch = math.ceil(batches / self.accumulate_grad_batches)
@@ -76,12 +76,19 @@ class PlanningTrainer(pl.Trainer):
         if self.max_epochs is None and self.max_steps == -1:
             epochs = 1000  # Lightning's default
         steps = math.inf if self.max_steps == -1 else self.max_steps
-        return Clock(int(min(per_epoch * (epochs or 0), steps)), per_epoch)
+        total = min(per_epoch * (epochs or 0), steps)
+        if not 0 < total < math.inf:
+            raise ValueError(
+                f"A plan needs a training of at least one step, and with an end, got {total} "
+                "steps: set `trainer.max_epochs` or `trainer.max_steps`."
+            )
+        return Clock(int(total), per_epoch)
 
 
 def table(curves: list[Curve], clock: Clock) -> "Table":
     """Return the plan for the terminal: a line a curve."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     found = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
@@ -94,13 +101,20 @@ def table(curves: list[Curve], clock: Clock) -> "Table":
         low, high = min(values), max(values)
         scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
         line = "".join(_BARS[round((value - low) * scale)] for value in values)
-        found.add_row(curve.label, f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
+        found.add_row(escape(curve.label), f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
     return found
 
 
 def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
     """Write the plan as a picture: a panel for each kind of quantity, over optimizer steps."""
+    from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.figure import Figure
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ValueError(
+            f"`output` must end in .{', .'.join(sorted(known))}, got {str(path)!r}: plan.png."
+        )
 
     panels = list(dict.fromkeys(_PANELS[curve.quantity] for curve in curves))
     figure = Figure(figsize=(8, 2.2 * len(panels) + 0.6), layout="constrained")

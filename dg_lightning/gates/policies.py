@@ -52,6 +52,8 @@ def top_k_mask(scores: Tensor, k: int, also: Tensor | None = None) -> Tensor:
     [True, True, False, False]
     """
     scores = scores.detach()
+    if k == 0:
+        return torch.zeros_like(scores, dtype=torch.bool) if also is None else also
     if scores.is_cuda or scores.ndim == 1:  # few operations: on a GPU each costs its launch
         order = scores.argsort(dim=-1, descending=True, stable=True)
         mask = torch.zeros_like(scores, dtype=torch.bool) if also is None else also

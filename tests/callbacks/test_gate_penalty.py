@@ -347,7 +347,7 @@ def test_several_penalties_add_up_and_log_under_their_names() -> None:
         torch.testing.assert_close(model.grads[name], parameter.grad, msg=name)
     logged = {"gates/penalty/all", "gates/penalty/floor", "gates/penalty_weight/floor"}
     assert logged <= set(trainer.callback_metrics)
-    with pytest.raises(ValueError, match="Two GatePenalty have the name None"):
+    with pytest.raises(ValueError, match="have no `name`: give each"):
         trainer_for(callbacks=[GatePenalty(1), GatePenalty(1)]).fit(
             Foreign(), DataLoader(TensorDataset(samples()))
         )
@@ -383,10 +383,9 @@ def test_a_penalty_reaches_gates_that_the_loss_does_not() -> None:
     model.backbone.append(nn.Linear(1, 1))
 
     def without_gates(batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            pass
         model.backbone[:3](batch[0])
-        return model.backbone[3](torch.ones(1, 1)).sum()  # type: ignore[no-any-return]
+        out: Tensor = model.backbone[3](torch.ones(1, 1)).sum()
+        return out
 
     model.training_step = without_gates  # type: ignore[method-assign]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -407,11 +406,14 @@ def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
         GatePenalty(1, target=0.5)
     with pytest.raises(ValueError, match=r"`weight` as a schedule takes start, end, .*, got from"):
         GatePenalty({"from": 1})  # type: ignore[arg-type]
-    for settings, message in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"usage": "target"}, "needs a `target` for backbone.0.gate, backbone.1.gate"),
         ({"layer_weights": {"no": 1.0}}, "`layer_weights` names 'no', which is no gate; there are"),
         ({"unit_costs": {"*0*": [1.0]}}, "must be 8 numbers, at least 0 and not all 0, got 1"),
-    ]:
+        ({"layer_weights": {"*": -1.0}}, "`layer_weights` must be at least 0 and finite, got -1.0"),
+        ({"layers": []}, r"`layers` must be a list of name patterns, got \[\]; there are backbone"),
+    ]
+    for settings, message in wrong:
         with pytest.raises(ValueError, match=message):
             fitted(settings)
     model = Foreign()

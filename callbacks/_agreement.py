@@ -1,0 +1,50 @@
+"""What processes, and callbacks of one kind, must agree on."""
+
+from typing import Any
+
+from torch import Tensor
+
+from dg_lightning.protocol import gate_layers
+
+__all__ = ["mean_over_ranks", "refuse_two_penalties", "refuse_two_writers"]
+
+
+def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
+    """Return the mean of a value over all processes, so that all of them decide the same."""
+    if trainer.world_size == 1:
+        return value
+    mean: Tensor = trainer.strategy.reduce(value.clone(), reduce_op="mean")
+    return mean
+
+
+def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
+    """Refuse a second callback of the same kind that sets the same gates."""
+    own = gate_layers(module, callback.layers)
+    for other in trainer.callbacks:
+        if other is not callback and type(other) is type(callback):
+            shared = [name for name in gate_layers(module, other.layers) if name in own]
+            if shared:
+                raise ValueError(
+                    f"Two {type(callback).__name__} set the gate {shared[0]}: "
+                    "part them by `layers`."
+                )
+
+
+def refuse_two_penalties(callback: Any, trainer: Any) -> None:
+    """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
+    for other in trainer.callbacks:
+        if other is callback or not hasattr(other, "pressure"):
+            continue
+        names = f"{type(callback).__name__} and {type(other).__name__}"
+        shared = [name for name in callback.pressure.gates if name in other.pressure.gates]
+        if shared and (hasattr(callback, "budget") or hasattr(other, "budget")):
+            raise ValueError(
+                f"{names} both press on {shared[0]}: the weight of a penalty has one owner; remove "
+                "one, or part them by `layers`."
+            )
+        if callback.name == other.name:
+            had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
+            raise ValueError(
+                f"{names} have {had}: give each a `name` of its own, which tells their logged keys "
+                "apart."
+            )

@@ -1,0 +1,122 @@
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from dg_lightning import GatedClassifier, gate_layers
+from dg_lightning.callbacks import BudgetController, GatePenalty
+from dg_lightning.datamodules import DigitsDataModule
+
+STATIC: Any = {"kind": "static"}
+DYNAMIC: Any = {"kind": "dynamic", "network": "low_rank", "rank": 8}
+
+
+def fitted(
+    callbacks: list[Any], root: Path, gate: Any = STATIC, epochs: int = 8, **net: Any
+) -> tuple[GatedClassifier, pl.Trainer]:
+    pl.seed_everything(0, verbose=False)
+    arguments = {"hidden": [64, 32], "gate": gate, **net}
+    spec: Any = {"class_path": "GatedMLP", "init_args": arguments}
+    model = GatedClassifier(spec, input_shape=[1, 8, 8], num_classes=10, gate_lr_factor=30.0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=root,
+    )
+    trainer.fit(model, DigitsDataModule(batch_size=64))
+    return model, trainer
+
+
+@pytest.mark.parametrize("method", ["pi", "dual"])
+@pytest.mark.parametrize("budget", [0.5, 0.15])
+def test_static_gates_use_the_budget_and_not_more(
+    budget: float, method: Any, tmp_path: Path
+) -> None:
+    """Measured by the ledger of the validation, not by the controller."""
+    controller = BudgetController(budget, method=method)
+    model, trainer = fitted([controller], tmp_path, input_gate=STATIC)
+    assert model.compute_report is not None
+    share = model.compute_report.macs / model.compute_report.macs_dense
+    one_unit = (64 + 32) / model.compute_report.macs_dense
+    assert budget - one_unit <= share <= budget
+    assert controller.reached[""] == pytest.approx(share, abs=1e-6)
+    assert trainer.callback_metrics["val/accuracy"] > 0.5  # 8 epochs
+
+
+def test_gate_nets_pay_for_their_decisions(tmp_path: Path) -> None:
+    controller = BudgetController(0.6)
+    model, _ = fitted([controller], tmp_path, DYNAMIC, epochs=12)
+    report = model.compute_report
+    assert report is not None
+    assert report.gate_macs > 0.1 * report.macs_dense
+    assert report.macs / report.macs_dense == pytest.approx(0.6, abs=0.06)
+
+
+def test_open_rates_per_group_of_gates(tmp_path: Path) -> None:
+    controller = BudgetController({"*hidden.0*": 0.5, "*hidden.1*": 0.25}, "open_rate")
+    model, trainer = fitted([controller], tmp_path)
+    rates = [gate.gate.mean().item() for gate in gate_layers(model).values()]  # type: ignore[union-attr]
+    assert rates == [0.5, 0.25]
+    assert "gates/penalty_weight/*hidden.1*" in trainer.callback_metrics
+    assert controller.reached == {"*hidden.0*": 0.5, "*hidden.1*": 0.25}
+
+
+def test_macs_per_group_are_those_of_the_maps_behind_their_gates(tmp_path: Path) -> None:
+    controller = BudgetController({"*hidden.0*": 0.5}, "macs")
+    model, _ = fitted([controller], tmp_path)
+    first = gate_layers(model)["net.hidden.0.gate"].gate
+    assert first is not None
+    assert first.sum().item() == 32
+
+
+def test_frozen_gates_stand_still_while_the_net_learns(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if controller.landed:
+                seen.append([p.detach().clone() for p in pl_module.parameters()])
+
+    controller = BudgetController(0.3)
+    # The watch comes last: a callback sees what the ones before it have done.
+    model, _ = fitted([controller, Watch()], tmp_path)
+    names = [name for name, _ in model.named_parameters()]
+    for name, first, last in zip(names, seen[1], seen[-1], strict=True):
+        assert torch.equal(first, last) == ("gate" in name), name
+
+
+def test_a_budget_that_cannot_be_met_is_refused_with_the_figure(tmp_path: Path) -> None:
+    # GateNets: 64 * 8 + 8 * 64 for the first; 8 * 32 for the second, none of whose inputs is open.
+    dense = 64 * 64 + 64 * 32 + 32 * 10
+    least = (64 * 8 + 8 * 64 + 8 * 32) / dense
+    with pytest.raises(ValueError, match=f"0.1 cannot be met: .* {least:.4g} is used, {least:.4g}"):
+        fitted([BudgetController(0.1)], tmp_path, DYNAMIC)
+    floors = {"kind": "static", "min_open": 0.5}
+    with pytest.raises(ValueError, match=r"lower `min_open`, or make the GateNets smaller"):
+        fitted([BudgetController(0.2)], tmp_path, floors)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="GatePenalty and BudgetController both press on"):
+        fitted([GatePenalty(1.0), BudgetController(0.5)], tmp_path)
+    with pytest.raises(ValueError, match=r"Two patterns of `budget` name the gate net.hidden.0"):
+        fitted([BudgetController({"*0*": 0.5, "*": 0.5})], tmp_path)
+    with pytest.raises(ValueError, match=r"has a fixed number of open gates \(`policy: top_k`\)"):
+        fitted([BudgetController(0.5)], tmp_path, {"kind": "static", "policy": "top_k", "k": 9})
+    for arguments, message in [
+        ({"budget": 0.0}, r"`budget` must be in \(0, 1\], got 0.0"),
+        ({"budget": 0.5, "measure": "flops"}, "`measure` must be macs or open_rate, got 'flops'"),
+        ({"budget": 0.5, "initial_weight": 0.0}, "`initial_weight` must be above 0 and at most"),
+        ({"budget": {"a": 0.5}, "layers": ["b"]}, "`layers` goes with a single budget"),
+        ({"budget": 0.5, "landing": "late"}, "`landing` must be a number of steps"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BudgetController(**arguments)  # type: ignore[arg-type]
