@@ -180,7 +180,7 @@ class CollapseDetector(pl.Callback):
                 done = self._rescues[name].act(trainer, gate, now, verdict, dead)
                 if done is not None:
                     rank_zero_info(f"CollapseDetector at step {step}, {name}: {done}.")
-                if done is not None and verdict is not None:
+                if done is not None and not done.startswith("healthy"):
                     self._history[name].clear()  # what was seen before is no longer so
         if self.action == "stop" and not trainer.fast_dev_run:
             stop = trainer.strategy.reduce_boolean_decision(bool(found), all=False)

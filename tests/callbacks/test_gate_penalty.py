@@ -362,7 +362,8 @@ class Checkpointed(Foreign):
         x = batch[0].clone().requires_grad_()
         for layer in self.backbone:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x.square().mean().sqrt()
+        loss: Tensor = x.square().mean().sqrt()
+        return loss
 
 
 class CheckpointedTheOldWay(Checkpointed):

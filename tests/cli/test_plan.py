@@ -1,0 +1,53 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dg_lightning.cli import main
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+CONFIGS = ["--config=digits/dynamicgate", "--config=callbacks/threshold_phases"]
+
+
+def test_draws_all_schedules_without_training(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *CONFIGS, "--config=callbacks/temperature_annealing", "--output=a/plan.png"])
+    printed = capsys.readouterr().out
+    assert "Plan: 630 optimizer steps" in printed
+    for label in ("λ", "keep target", "θ", "λ factor", "τ"):
+        assert label in printed
+    with Image.open("a/plan.png") as picture:
+        assert picture.size[0] > 500
+        colours = picture.convert("RGB").getcolors(2**20)
+    assert colours is not None
+    assert len(colours) > 10
+    assert not Path("runs").exists()
+
+
+def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", *CONFIGS, "--trainer.callbacks.join=0", "--output=."])
+    assert "all jump at step" in " ".join(capsys.readouterr().out.split())
+    assert Path("plan.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainer.max_epochs=0"], "A plan needs a training of at least one step"),
+        (["--trainer.max_epochs=-1"], "A plan needs a training of at least one step"),
+        (["--output=p.txt"], "`output` must end in "),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(
+    arguments: list[str], message: str, run_program: Callable[..., Any]
+) -> None:
+    done = run_program("plan", *CONFIGS, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("dg-lightning: error: " + message)
+
+
+def test_a_config_without_schedules_says_so(run_program: Callable[..., Any]) -> None:
+    done = run_program("plan", "--config=digits/baseline")
+    assert done.returncode == 0
+    assert "there is nothing to plan" in done.stderr
