@@ -73,7 +73,7 @@ class Rescue:
         self._apply(trainer, gate, now)
         return f"{'sinking again' if sinking else mode}, answered by {done}"
 
-    def _remedy(self, gate: GateLike, now: GateState, verdict: Verdict, dead: Tensor) -> str | None:
+    def _remedy(self, gate: GateLike, now: GateState, mode: Mode, dead: Tensor) -> str | None:
         if mode in ("closed_by_threshold", "phase_shock") and now.p > 2 * _MARGIN:
             lowered = min(now.threshold, now.p) - _MARGIN
             self.threshold_offset += lowered - now.threshold

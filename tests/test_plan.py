@@ -30,7 +30,7 @@ RISKY: dict[str, tuple[list[Any], float, str]] = {
     "sudden cooling": (
         [TemperatureAnnealing(2.0, 0.3, begin=0.5, until=0.52)],
         0.6,
-        "τ drops from 2 to 0.3 between step",
+        r"τ drops from 2 to 0\.\d+ between step",
     ),
     "cold start": ([TemperatureAnnealing(0.4, 0.2)], 0.6, "τ starts at 0.4, below 0.5"),
     "high threshold": (
