@@ -14,6 +14,7 @@ __all__ = ["Rescue"]
 
 _HEALTHY_CHECKS = 10  # in a row, before half of a rescue is taken back
 _MARGIN = 0.1  # by which p is brought above θ
+_HIGHEST = 0.85  # θ of a rescued gate
 _SINKING = 0.1  # open gates of a rescued layer: below this it is about to collapse again
 _RECOVERED = 0.25  # open gates above which a rescue is taken back
 
@@ -80,7 +81,9 @@ class Rescue:
             self.weight_factor /= 2
             return f"lowering θ to {lowered:.3g} and halving λ"
         if mode in ("closed_by_threshold", "closed_by_penalty", "phase_shock"):
-            wanted = min(now.threshold + _MARGIN, 0.95)
+            threshold = min(now.threshold, _HIGHEST)  # above it no p would do
+            self.threshold_offset += threshold - now.threshold
+            wanted = threshold + _MARGIN
             warm = max(now.temperature, 1.0) if now.temperature < 0.5 else now.temperature
             self.temperature_offset += warm - now.temperature
             lift = warm * _logit(wanted) - now.temperature * _logit(min(max(now.p, 1e-6), wanted))

@@ -63,6 +63,10 @@ def test_every_key_that_a_run_logs_is_listed(tmp_path: Path) -> None:
     options += ["--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
     for command in ("fit", "test"):
         main([command, *options])
+    stacked = ["budget_controller", "temperature_annealing", "threshold_phases"]
+    options[1] = "digits/baseline"
+    options += [part for name in stacked for part in ("--config", f"callbacks/{name}")]
+    main(["fit", *options, "--model.net.gate={kind: static}"])
     logged = set()
     for path in tmp_path.rglob("metrics.csv"):
         logged |= set(csv.DictReader(path.open()).fieldnames or [])

@@ -65,7 +65,7 @@ def test_printed_config_is_accepted_again_and_fragments_stack(
         main(["fit", "--config", "printed.yaml", "--config", "more.yaml", "--print_config"])
     callbacks = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
     names = [c["class_path"].rpartition(".")[2] for c in callbacks]
-    assert names == ["GatePenalty", "ModelCheckpoint", "LearningRateMonitor"]
+    assert names == ["ModelCheckpoint", "GatePenalty", "LearningRateMonitor"]
 
 
 def test_dotted_overrides_reach_net_gate_optimizer_and_an_appended_callback(tmp_path: Path) -> None:
@@ -200,10 +200,35 @@ def test_every_shipped_config_parses_and_fits_a_batch(
 ) -> None:
     monkeypatch.setenv("DG_DATA", str(small_datasets))
     configs = [name for name in shipped_configs() if name.startswith(f"{dataset}/")]
-    assert {f"{dataset}/baseline", f"{dataset}/dropout"} <= set(configs)
+    assert {f"{dataset}/{v}" for v in ("baseline", "dropout", "dynamicgate")} <= set(configs)
     for name in configs:
         main(["fit", "--config", name, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"])
         assert not any(Path().rglob("*.ckpt"))
+
+
+FRAGMENTS = [name for name in shipped_configs() if name.startswith("callbacks/")]
+
+
+@pytest.mark.filterwarnings("ignore:BudgetController")  # three steps do not do
+@pytest.mark.filterwarnings("ignore:τ has no effect")
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_every_fragment_appends_its_callback_and_fits(fragment: str) -> None:
+    gated = "--model.net.gate={kind: static}"
+    options = ["--config=digits/baseline", f"--config={fragment}", gated]
+    main(["fit", *options, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"])
+    saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text())
+    names = [callback["class_path"] for callback in saved["trainer"]["callbacks"]]
+    assert len(names) == 2
+    assert names[0].endswith("ModelCheckpoint")
+    assert names[1].lower().endswith(fragment.removeprefix("callbacks/").replace("_", ""))
+
+
+def test_dotted_options_reach_the_gate_callback_of_a_shipped_config() -> None:
+    options = ["--config=digits/dynamicgate", "--trainer.callbacks.weight.start=0"]
+    options += ["--trainer.callbacks.weight.end=1", "--trainer.callbacks.weight.begin=1 epochs"]
+    main(["fit", *options, "--trainer.max_epochs=2", "--trainer.limit_train_batches=3"])
+    saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text())
+    assert saved["trainer"]["callbacks"][-1]["init_args"]["weight"]["begin"] == "1 epochs"
 
 
 def test_a_dataset_that_is_not_there_is_one_line(
