@@ -25,8 +25,8 @@ class ExactResume(pl.Callback):
 
     A checkpoint of another number of processes restores nothing and says so.
 
-    >>> sorted(ExactResume.generators())[:2]
-    ['numpy', 'python']
+    >>> sorted(ExactResume.generators())
+    ['cuda', 'numpy', 'python', 'torch']
     """
 
     def __init__(self) -> None:
