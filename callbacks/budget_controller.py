@@ -6,14 +6,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.averaging import copy_gates_to_averages
-from dg_lightning.budget import GateBudget, Measure, Multiplier
-from dg_lightning.compute import linear_maps
+from dg_lightning.budget import GateBudget, Measure, Multiplier, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
-from dg_lightning.penalties import mean_rates, without_a_price
+from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
@@ -109,6 +108,7 @@ class BudgetController(pl.Callback):
         self.layers = layers
         self.name = name
         self.pressure = Pressure({})
+        self._budgets: dict[str, GateBudget] = {}
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -125,6 +125,11 @@ class BudgetController(pl.Callback):
         return self._generate_state_key(layers=self.layers, name=self.name)
 
     @property
+    def _groups(self) -> dict[str, float]:
+        """The budget of each group of gates; one group without a name for a single budget."""
+        return self.budget if isinstance(self.budget, dict) else {"": self.budget}
+
+    @property
     def landed(self) -> bool:
         """Whether the gates stand still on their budget."""
         return any(landing.landed for landing in self._landings.values())
@@ -139,65 +144,23 @@ class BudgetController(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        everything, maps = gate_layers(pl_module), linear_maps(pl_module)
+        everything = gate_layers(pl_module)
         known = self.pressure.gates.values()
         if trainer.global_step == 0 or not all(gate in everything.values() for gate in known):
             self._start_anew()
-        groups = self.budget if isinstance(self.budget, dict) else {"": self.budget}
-        self._budgets: dict[str, GateBudget] = {}
-        for pattern, share in groups.items():
-            gates = gate_layers(pl_module, [pattern] if pattern else self.layers)
-            if not any(
-                p.requires_grad
-                for gate in gates.values()
-                if isinstance(gate, nn.Module)
-                for p in gate.parameters()
-            ):
-                raise ValueError(
-                    f"The gates {', '.join(gates)} have no parameter to train, and cannot be "
-                    "brought to a budget: let them require gradients."
-                )
-            if self.measure == "macs" and (unknown := without_a_price(gates, maps)):
-                raise ValueError(
-                    f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
-                    "declare it in `feeds` of the gate, or set `measure='open_rate'`."
-                )
-            own = [m for m in maps if not pattern or m.output_gate in gates.values()] or [
-                m for m in maps if m.input_gate in gates.values()
-            ]
-            self._budgets[pattern] = GateBudget(
-                gates, list(everything.values()), own, self.measure, share
-            )
-            if pattern not in self._multipliers:
-                self._multipliers[pattern] = Multiplier(
-                    self.method, self.initial_weight, self.max_weight
-                )
-            if pattern not in self._landings:
-                self._landings[pattern] = Landing(self._budgets[pattern])
-            self._landings[pattern].budget = self._budgets[pattern]
-        pressed = [name for budget in self._budgets.values() for name in budget.gates]
-        if len(pressed) > len(set(pressed)):
-            twice = next(name for name in pressed if pressed.count(name) > 1)
-            raise ValueError(f"Two patterns of `budget` name the gate {twice}: let one do.")
-        fixed = [name for name in pressed if getattr(everything[name], "k", None) is not None]
-        if fixed:
-            raise ValueError(
-                f"{', '.join(fixed)} has a fixed number of open gates (`policy: top_k`), which no "
-                "penalty changes: set its `k`, or another policy."
-            )
-        self.pressure = Pressure({name: everything[name] for name in pressed})
+        self._budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure)
+        for name, budget in self._budgets.items():
+            multiplier = Multiplier(self.method, self.initial_weight, self.max_weight)
+            self._multipliers.setdefault(name, multiplier)
+            self._landings.setdefault(name, Landing(budget)).budget = budget
+        pressed = {n: gate for budget in self._budgets.values() for n, gate in budget.gates.items()}
+        self.pressure = Pressure(pressed)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         refuse_two_penalties(self, trainer)
         for name, budget in self._budgets.items():
-            if (least := budget.least()) > budget.budget:
-                deciding = budget.least_decisions() if self.measure == "macs" else 0.0
-                raise ValueError(
-                    f"The budget {budget.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
-                    f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
-                    "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
-                )
+            budget.refuse_if_impossible(name)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -221,9 +184,8 @@ class BudgetController(pl.Callback):
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
         """Return what this callback sets over the steps."""
-        groups = self.budget if isinstance(self.budget, dict) else {"": self.budget}
         curves = []
-        for pattern, share in groups.items():
+        for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
             allowed = Schedule(1.0, share, "exponential", begin=self.begin, until=self.until)
             label = f"allowed {self.measure} {pattern}".strip()

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dg_lightning.compute import LinearMap, decision_macs, executed_macs
+from dg_lightning.compute import LinearMap, decision_macs, executed_macs, linear_maps
 from dg_lightning.deployed import deployed_gate, floor_of, logit
-from dg_lightning.penalties import MacsPrices
-from dg_lightning.protocol import GateLike
+from dg_lightning.penalties import MacsPrices, without_a_price
+from dg_lightning.protocol import GateLike, gate_layers
 
-__all__ = ["GateBudget", "Measure", "Multiplier"]
+__all__ = ["GateBudget", "Measure", "Multiplier", "gate_budgets"]
 
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
@@ -107,6 +107,16 @@ class GateBudget:
             total += int(gate.decision_macs(inputs))
         return total / self.macs_dense
 
+    def refuse_if_impossible(self, name: str) -> None:
+        """Raise if gates at their floors use more than the budget."""
+        if (least := self.least()) > self.budget:
+            deciding = self.least_decisions() if self.measure == "macs" else 0.0
+            raise ValueError(
+                f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
+                f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
+                "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
+            )
+
     def usage(self, rates: Tensor) -> Tensor:
         """Return what is pressed on, from the mean p of each gate."""
         return self.prices.usage(rates) if self.prices else (rates * self._units(rates)).sum()
@@ -155,6 +165,42 @@ class GateBudget:
         """Add to every ``z / τ``."""
         for gate in self.gates.values():
             gate.shift_bias(amount * float(gate.temperature))
+
+
+def gate_budgets(
+    module: nn.Module, shares: Mapping[str, float], layers: Sequence[str] | None, measure: Measure
+) -> dict[str, GateBudget]:
+    """Make a budget for each group of gates, by its name pattern.
+
+    The pattern "" stands for `layers`, and its MACs for those of the whole module.
+    """
+    everything, maps = gate_layers(module), linear_maps(module)
+    budgets: dict[str, GateBudget] = {}
+    for pattern, share in shares.items():
+        gates = gate_layers(module, [pattern] if pattern else layers)
+        for name, gate in gates.items():
+            if any(name in budget.gates for budget in budgets.values()):
+                raise ValueError(f"Two patterns of `budget` name the gate {name}: let one do.")
+            if getattr(gate, "k", None) is not None:
+                raise ValueError(
+                    f"{name} has a fixed number of open gates (`policy: top_k`), which no penalty "
+                    "changes: set its `k`, or another policy."
+                )
+        modules = [gate for gate in gates.values() if isinstance(gate, nn.Module)]
+        if not any(p.requires_grad for gate in modules for p in gate.parameters()):
+            raise ValueError(
+                f"The gates {', '.join(gates)} have no parameter to train, and cannot be brought "
+                "to a budget: let them require gradients."
+            )
+        if measure == "macs" and (unknown := without_a_price(gates, maps)):
+            raise ValueError(
+                f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
+                "declare it in `feeds` of the gate, or set `measure='open_rate'`."
+            )
+        before = [m for m in maps if not pattern or m.output_gate in gates.values()]
+        own = before or [m for m in maps if m.input_gate in gates.values()]
+        budgets[pattern] = GateBudget(gates, list(everything.values()), own, measure, share)
+    return budgets
 
 
 class Multiplier:
