@@ -120,28 +120,10 @@ class Pressure:
             raise ValueError(
                 f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
             )
-        values = [g.probability if self.of == "p" else g.gate for g in self.gates.values()]
-        fresh = {
-            name: value
-            for name, value in zip(self.gates, values, strict=True)
-            if value is not None
-            and value.requires_grad
-            and not any(value is done for done in self._penalised)
-        }
-        if pl_module.automatic_optimization:
-            if not fresh and not self._penalised:
-                self._check_graph()
-            # One loss a batch, made in the same way every time: it is looked through once.
-            new = {name: value for name, value in fresh.items() if name not in self._found}
-            if new:
-                self._found |= dict(zip(new, _ways(loss, list(new.values())), strict=True))
-            ways = {name: self._found[name] for name in fresh}
-        else:
-            ways = dict(zip(fresh, _ways(loss, list(fresh.values())), strict=True))
-            # Gates that another loss is made of have their penalty with that one.
-            fresh = {name: value for name, value in fresh.items() if ways[name] != "no"}
-        if not fresh:
+        ways = self._ways_to_fresh_values(pl_module, loss)
+        if not ways:
             return None
+        fresh = {name: self._value(name) for name in ways}
         self._penalised += fresh.values()
         with torch.no_grad():
             shares = self._shares(loss) if self.unit_costs else {}
@@ -171,6 +153,32 @@ class Pressure:
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         return rates
+
+    def _value(self, name: str) -> Any:
+        """Return p or g of a gate's last forward pass."""
+        gate = self.gates[name]
+        return gate.probability if self.of == "p" else gate.gate
+
+    def _ways_to_fresh_values(self, pl_module: pl.LightningModule, loss: Tensor) -> dict[str, Way]:
+        """Find the gates that this loss is made of and that have had no penalty for it yet."""
+        fresh = {
+            name: value
+            for name in self.gates
+            if (value := self._value(name)) is not None
+            and value.requires_grad
+            and not any(value is done for done in self._penalised)
+        }
+        if not pl_module.automatic_optimization:
+            ways = dict(zip(fresh, _ways(loss, list(fresh.values())), strict=True))
+            # Gates that another loss is made of have their penalty with that one.
+            return {name: way for name, way in ways.items() if way != "no"}
+        if not fresh and not self._penalised:
+            self._check_graph()
+        # One loss a batch, made in the same way every time: it is looked through once.
+        new = {name: value for name, value in fresh.items() if name not in self._found}
+        if new:
+            self._found |= dict(zip(new, _ways(loss, list(new.values())), strict=True))
+        return {name: self._found[name] for name in fresh}
 
     def _pull(self, value: Tensor, pull: Tensor, scale: float) -> None:
         """Add to the gradient of a value, when the backward pass comes by for the first time."""

@@ -259,7 +259,7 @@ class BudgetController(pl.Callback):
         self._frozen = FrozenGates(self.pressure.gates.values())
         for slots in self.pressure.slots(trainer):
             slots.frozen = True
-        copy_gates_to_averages(pl_module, trainer.callbacks)
+        copy_gates_to_averages(pl_module, trainer)
 
     @override
     def on_exception(

@@ -103,7 +103,7 @@ class CollapseDetector(pl.Callback):
         interval = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
         self._interval = max(2, min(interval, total // 20))
         self._total = total
-        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        keep_settings_live(pl_module, trainer)
         for name, gate in self._gates.items():
             self._rescues[name].restore(trainer, gate)
 

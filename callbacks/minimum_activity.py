@@ -96,7 +96,7 @@ class MinimumActivity(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        keep_settings_live(pl_module, trainer)
         if self.revive_after is not None:
             clock = Clock.of(trainer)
             self._interval = max(1, clock.steps(self.revive_after) // _CHECKS)

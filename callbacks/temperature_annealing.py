@@ -66,7 +66,7 @@ class TemperatureAnnealing(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._value_at = self.schedule.resolve(Clock.of(trainer))
-        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
         if trainer.global_step == 0:
             for gate in self._gates.values():

@@ -80,7 +80,7 @@ class ThresholdPhases(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._keep_at, self._threshold_at, self._factor_at = self._resolve(Clock.of(trainer))
-        keep_settings_live(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
+        keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
 
     def _resolve(self, clock: Clock) -> tuple[ValueAt, ValueAt, ValueAt]:

@@ -4,7 +4,6 @@ Torch's `AveragedModel` averages buffers too. A temperature, a threshold or a fl
 over a schedule belongs to no moment of the training: what is deployed must be the live one.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,34 +17,34 @@ __all__ = ["copy_gates_to_averages", "keep_settings_live"]
 _SETTINGS = ("temperature", "threshold", "min_open")
 
 
-def keep_settings_live(module: nn.Module, callbacks: Iterable[Any]) -> None:
-    """Let every `AveragedModel` that a callback holds share the settings of the module's gates.
+def keep_settings_live(module: nn.Module, trainer: Any) -> None:
+    """Let every `AveragedModel` of a Trainer share the settings of the module's gates.
 
     The average then has the very tensors of the module, whoever swaps, saves or copies it.
     """
     live = gate_layers(module, required=False)
-    for callback in callbacks:
-        for average in list(vars(callback).values()):
-            if isinstance(average, AveragedModel):
-                _share_settings(average, live)
+    for average in _averages(trainer):
+        _share_settings(average, live)
 
 
 @torch.no_grad()
-def copy_gates_to_averages(module: nn.Module, callbacks: Iterable[Any]) -> None:
+def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
     """Give every `AveragedModel` the parameters of the module's gates, once those stand still.
 
     An average of logits from before a landing would have other units open than have landed.
     """
     live = gate_layers(module, required=False)
-    for callback in callbacks:
-        for average in list(vars(callback).values()):
-            if not isinstance(average, AveragedModel):
-                continue
-            for name, gate in gate_layers(average.module, required=False).items():
-                if name in live and isinstance(gate, nn.Module):
-                    ours: Any = live[name]
-                    for their, our in zip(gate.parameters(), ours.parameters(), strict=True):
-                        their.copy_(our)
+    for average in _averages(trainer):
+        for name, gate in gate_layers(average.module, required=False).items():
+            if name in live and isinstance(gate, nn.Module):
+                ours: Any = live[name]
+                for their, our in zip(gate.parameters(), ours.parameters(), strict=True):
+                    their.copy_(our)
+
+
+def _averages(trainer: Any) -> list[AveragedModel]:
+    held = [value for callback in trainer.callbacks for value in vars(callback).values()]
+    return [value for value in held if isinstance(value, AveragedModel)]
 
 
 def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:

@@ -180,7 +180,7 @@ class GatedClassifier(pl.LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        keep_settings_live(self, self.trainer.callbacks)  # type: ignore[attr-defined]
+        keep_settings_live(self, self.trainer)
         self._gates = list(gate_layers(self.net, required=False).values())
 
     @override
