@@ -1,6 +1,7 @@
 """Hold a compute budget: the user names it, a controller finds the weight of the penalty."""
 
 import math
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
 
 from ._agreement import mean_over_ranks, refuse_two_penalties
+from ._hooks import only_used_hooks
 from ._pressure import Pressure, logs_now
 
 __all__ = ["BudgetController"]
@@ -27,6 +29,7 @@ _MISSED = 0.05  # of the budget: further off, a landing has failed
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 
 
+@only_used_hooks
 class BudgetController(pl.Callback):
     """Brings gates to a budget of open units or executed MACs, and keeps them there.
 
@@ -119,7 +122,7 @@ class BudgetController(pl.Callback):
         self._is_frozen = False
         self._frozen: FrozenGates | None = None
 
-    @property
+    @cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
         return self._generate_state_key(layers=self.layers, name=self.name)
@@ -201,13 +204,15 @@ class BudgetController(pl.Callback):
             slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
         if not begun or self._frozen is not None:
             return
-        weights = {name: m.value.to(loss.device) for name, m in self._multipliers.items()}
+        weights = {name: m.on(loss.device) for name, m in self._multipliers.items()}
         sizes = [len(budget.gates) for budget in self._budgets.values()]
 
         def gradient_of(rates: Tensor) -> Tensor:
+            if len(sizes) == 1:  # without the operations of parting and joining
+                ((name, budget),) = self._budgets.items()
+                return budget.usage_gradient(rates, weights[name])
             parts = zip(self._budgets.items(), rates.split(sizes), strict=True)
-            pulls = [weights[name] * budget.usage_gradient(part) for (name, budget), part in parts]
-            return torch.cat(pulls) if len(pulls) > 1 else pulls[0]
+            return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
 
         rates = self.pressure.act(trainer, pl_module, loss, gradient_of)
         if rates is not None and logs_now(trainer):

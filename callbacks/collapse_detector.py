@@ -1,5 +1,6 @@
 """Name a collapse of gates while it happens; warn, rescue or stop (section 4.1 of the paper)."""
 
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,12 +17,14 @@ from dg_lightning.schedules import Clock
 from dg_lightning.slots import slots_of
 
 from ._agreement import mean_over_ranks
+from ._hooks import only_used_hooks
 
 __all__ = ["CollapseDetector"]
 
 _KEPT = 20  # states of a gate
 
 
+@only_used_hooks
 class CollapseDetector(pl.Callback):
     """Watches p and g of every gate, and says in one line what goes wrong, where and why.
 
@@ -79,7 +82,7 @@ class CollapseDetector(pl.Callback):
         self._checked_at = 0
         self._statistics = GateStatistics([])
 
-    @property
+    @cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
         return self._generate_state_key(layers=self.layers, modes=self.modes)

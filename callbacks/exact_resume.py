@@ -10,11 +10,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from ._hooks import only_used_hooks
+
 __all__ = ["ExactResume"]
 
 _KEY = "random_generators"
 
 
+@only_used_hooks
 class ExactResume(pl.Callback):
     """Saves every random generator of every process, and restores it when a run is resumed.
 

@@ -22,11 +22,13 @@ from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
 from dg_lightning.slots import slots_of
 
 from ._agreement import refuse_two_penalties
+from ._hooks import only_used_hooks
 from ._pressure import Pressure, logs_now
 
 __all__ = ["GatePenalty"]
 
 
+@only_used_hooks
 class GatePenalty(pl.Callback):
     """Adds the gradient of ``weight * usage`` to the one of the loss, once for every forward pass.
 

@@ -1,5 +1,6 @@
 """Keep a minimum of gates open (section 4.1 (4) of the paper)."""
 
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,12 +14,14 @@ from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.slots import slots_of
 
 from ._agreement import mean_over_ranks
+from ._hooks import only_used_hooks
 
 __all__ = ["MinimumActivity"]
 
 _CHECKS = 10  # looks at a unit, before it counts as dead
 
 
+@only_used_hooks
 class MinimumActivity(pl.Callback):
     """Sets a floor on open gates, which holds in deployment too, and revives dead units.
 
@@ -62,7 +65,7 @@ class MinimumActivity(pl.Callback):
         self._seen_at = 0
         self._statistics = GateStatistics([])
 
-    @property
+    @cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
         return self._generate_state_key(layers=self.layers)

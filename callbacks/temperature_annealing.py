@@ -12,11 +12,13 @@ from dg_lightning.schedules import Clock, Duration, Schedule, Shape
 from dg_lightning.slots import set_temperature, slots_of
 
 from ._agreement import refuse_two_writers
+from ._hooks import only_used_hooks
 from ._pressure import logs_now
 
 __all__ = ["TemperatureAnnealing"]
 
 
+@only_used_hooks
 class TemperatureAnnealing(pl.Callback):
     """Sets the temperature τ of every gate from a schedule, before each optimizer step.
 
@@ -66,6 +68,7 @@ class TemperatureAnnealing(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._value_at = self.schedule.resolve(Clock.of(trainer))
+        self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
         if trainer.global_step == 0:
@@ -82,9 +85,9 @@ class TemperatureAnnealing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         value = self._value_at(trainer.global_step)
-        for gate in self._gates.values():
-            if slots_of(trainer, gate).temperature != value:
-                set_temperature(trainer, gate, value)
+        for gate, slots in self._slots:
+            if slots.temperature != value:
+                set_temperature(gate, slots, value)
         if logs_now(trainer):
             suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
             for suffix in suffixes:

@@ -13,6 +13,7 @@ from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_durati
 from dg_lightning.slots import set_threshold, slots_of
 
 from ._agreement import refuse_two_writers
+from ._hooks import only_used_hooks
 from ._pressure import logs_now
 
 __all__ = ["ThresholdPhases"]
@@ -25,6 +26,7 @@ _PAPER = (
 )
 
 
+@only_used_hooks
 class ThresholdPhases(pl.Callback):
     """Leads keep target, threshold and penalty weight through phases, joined without a shock.
 
@@ -80,6 +82,7 @@ class ThresholdPhases(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._keep_at, self._threshold_at, self._factor_at = self._resolve(Clock.of(trainer))
+        self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
 
@@ -118,12 +121,15 @@ class ThresholdPhases(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        keep, threshold = self._keep_at(step), self._threshold_at(step)
-        for gate in self._gates.values():
-            slots = slots_of(trainer, gate)
-            slots.keep, slots.phase_factor = keep, self._factor_at(step)
+        keep, threshold, factor = (
+            self._keep_at(step),
+            self._threshold_at(step),
+            self._factor_at(step),
+        )
+        for gate, slots in self._slots:
+            slots.keep, slots.phase_factor = keep, factor
             if slots.threshold != threshold:
-                set_threshold(trainer, gate, threshold)
+                set_threshold(gate, slots, threshold)
         if logs_now(trainer):
             suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
             for suffix in suffixes:

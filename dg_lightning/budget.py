@@ -121,9 +121,11 @@ class GateBudget:
         """Return what is pressed on, from the mean p of each gate."""
         return self.prices.usage(rates) if self.prices else (rates * self._units(rates)).sum()
 
-    def usage_gradient(self, rates: Tensor) -> Tensor:
-        """Return its derivative by each rate."""
-        return self.prices.gradient(rates) if self.prices else self._units(rates)
+    def usage_gradient(self, rates: Tensor, weight: Tensor) -> Tensor:
+        """Return its derivative by each rate, times a weight."""
+        if self.prices is not None:
+            return self.prices.gradient(rates, weight)
+        return self._units(rates) * weight
 
     def _units(self, like: Tensor) -> Tensor:
         """Return each gate's share of all units."""
@@ -234,6 +236,12 @@ class Multiplier:
         self.value = torch.tensor(initial)
         self.error = torch.tensor(0.0)
 
+    def on(self, device: torch.device) -> Tensor:
+        """Return λ on a device, where it stays: a copy in every step would wait for it."""
+        if self.value.device != device:
+            self.value, self.error = self.value.to(device), self.error.to(device)
+        return self.value
+
     @torch.no_grad()
     def update(self, used: Tensor, expected: Tensor, allowed: float) -> None:
         """Raise λ where more was used than allowed, lower it where less.
@@ -241,7 +249,7 @@ class Multiplier:
         Hard gates answer late and then all at once. What p lets expect runs ahead of them: where it
         is low enough already, λ does not rise further.
         """
-        value, before = self.value.to(used.device), self.error.to(used.device)
+        value, before = self.on(used.device), self.error
         less = torch.minimum(used, expected.to(used.dtype)).clamp_min(1e-6)
         error = torch.log(less / allowed).clamp(-0.5, 0.5).to(value.dtype)
         if self.method == "pi":

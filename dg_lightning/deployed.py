@@ -26,7 +26,7 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
         return gate.gate.detach() != 0
     is_open = logit(p) + shift > logit(gate.threshold) if shift else p > gate.threshold
     floor = floor_of(gate)
-    return top_k_mask(p, floor, also=is_open) if floor else is_open
+    return top_k_mask(p, floor, into=is_open) if floor else is_open
 
 
 def logit(p: Tensor) -> Tensor:

@@ -143,6 +143,10 @@ class MacsPrices:
         self.maps = maps
         self.masked = any(connection_mask(m.linear) is not None for m in maps)
         self.form = self._form()
+        # Kept from step to step: what the derivative, which is linear in the rates, was made of,
+        # its constant and its slope.
+        self._line: tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+        self._line = (None, None, self.form, self.form)
 
     def _form(self) -> Tensor:
         """Return S + Sᵀ: ``(gates + 1, gates + 1)``."""
@@ -173,10 +177,13 @@ class MacsPrices:
         x = torch.cat([rates, rates.new_ones(1)])
         return x @ form @ x / 2
 
-    def gradient(self, rates: Tensor) -> Tensor:
-        """Return the derivative of the share by each rate."""
+    def gradient(self, rates: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the derivative of the share by each rate, times a weight."""
         form = self._on(rates)
-        return torch.addmv(form[:-1, -1], form[:-1, :-1], rates)
+        if self._line[0] is not form or self._line[1] is not weight:
+            line = form[:-1] if weight is None else form[:-1] * weight
+            self._line = (form, weight, line[:, -1], line[:, :-1])
+        return torch.addmv(*self._line[2:], rates)
 
 
 def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:

@@ -179,8 +179,9 @@ def keep_p(gate: GateLike, factor: float, typical: float) -> None:
 def release(gates: Iterable[GateLike]) -> None:
     """Let go of the graphs of the last forward pass; the values stay."""
     for gate in gates:
-        if gate.probability is not None and gate.gate is not None:
-            gate.probability, gate.gate = gate.probability.detach(), gate.gate.detach()
+        p, g = gate.probability, gate.gate
+        if p is not None and g is not None and (p.requires_grad or g.requires_grad):
+            gate.probability, gate.gate = p.detach(), g.detach()
 
 
 def connection_mask(linear: nn.Linear) -> Tensor | None:

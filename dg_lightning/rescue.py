@@ -136,8 +136,8 @@ class Rescue:
         if slots.temperature is None:
             slots.temperature = now.temperature - slots.temperature_offset
         self.restore(trainer, gate)
-        set_threshold(trainer, gate, slots.threshold)
-        set_temperature(trainer, gate, slots.temperature)
+        set_threshold(gate, slots, slots.threshold)
+        set_temperature(gate, slots, slots.temperature)
 
 
 def _logit(p: float) -> float:

@@ -48,18 +48,16 @@ def slots_of(trainer: Any, gate: GateLike) -> Slots:
     return _SLOTS.setdefault(trainer, WeakKeyDictionary()).setdefault(gate, Slots())
 
 
-def set_temperature(trainer: Any, gate: GateLike, value: float) -> None:
+def set_temperature(gate: GateLike, slots: Slots, value: float) -> None:
     """Write the temperature of the schedule; the gate gets it with the offset of a rescue."""
-    slots = slots_of(trainer, gate)
     if slots.frozen:
         return
     slots.temperature = value
     gate.temperature.fill_(max(value + slots.temperature_offset, _LOWEST_TEMPERATURE))
 
 
-def set_threshold(trainer: Any, gate: GateLike, value: float) -> None:
+def set_threshold(gate: GateLike, slots: Slots, value: float) -> None:
     """Write the threshold of the schedule; the gate gets it with the offset of a rescue."""
-    slots = slots_of(trainer, gate)
     if slots.frozen:
         return
     slots.threshold = value

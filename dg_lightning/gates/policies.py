@@ -43,27 +43,30 @@ def straight_through(hard: Tensor, probability: Tensor) -> Tensor:
     return hard + (probability - probability.detach())
 
 
-def top_k_mask(scores: Tensor, k: int, also: Tensor | None = None) -> Tensor:
+def top_k_mask(scores: Tensor, k: int, into: Tensor | None = None) -> Tensor:
     """Mark the `k` largest scores of the last axis; of equal scores the first ones win.
 
-    With `also`, the entries that are marked there too.
+    With `into`, a mask that is changed, beside what is marked in it already.
 
     >>> top_k_mask(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
     """
     scores = scores.detach()
     if k == 0:
-        return torch.zeros_like(scores, dtype=torch.bool) if also is None else also
-    if scores.is_cuda or scores.ndim == 1:  # few operations: on a GPU each costs its launch
+        return torch.zeros_like(scores, dtype=torch.bool) if into is None else into
+    if scores.is_cuda:  # few operations: each costs its launch, and equal scores come in order
+        mask = torch.zeros_like(scores, dtype=torch.bool) if into is None else into
+        return mask.scatter_(-1, scores.topk(k, dim=-1, sorted=False).indices, True)
+    if scores.ndim == 1:
         order = scores.argsort(dim=-1, descending=True, stable=True)
-        mask = torch.zeros_like(scores, dtype=torch.bool) if also is None else also
-        return mask.scatter(-1, order[..., :k], True)
+        mask = torch.zeros_like(scores, dtype=torch.bool) if into is None else into
+        return mask.scatter_(-1, order[..., :k], True)
     last = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     # Of equal scores, which ones torch.topk picks differs from device to device: count them out.
     above, tied = scores > last, scores == last
     missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
     mask = above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= missing))
-    return mask if also is None else mask | also
+    return mask if into is None else into.logical_or_(mask)
 
 
 def open_probability(z: Tensor, policy: Policy) -> Tensor:
@@ -84,7 +87,7 @@ def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Ten
     """
     is_open = p > threshold if k is None else top_k_mask(p, k)
     if floor > (k or 0):
-        is_open = top_k_mask(p, floor, also=is_open)
+        is_open = top_k_mask(p, floor, into=is_open)
     return straight_through(is_open.to(p.dtype), p)
 
 

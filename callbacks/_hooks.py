@@ -1,0 +1,30 @@
+"""Which hooks of a training step a callback is called at."""
+
+from typing import TypeVar
+
+import lightning.pytorch as pl
+
+__all__ = ["only_used_hooks"]
+
+_OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
+
+Callback = TypeVar("Callback", bound=type[pl.Callback])
+
+
+def only_used_hooks(callback: Callback) -> Callback:
+    """Take the hooks of a training step that a callback leaves empty out of Lightning's loop.
+
+    Lightning looks whether a hook is callable. Calling an empty one takes about 8 µs, and six
+    callbacks have thirty of them: more than all that they do in a step on a fast GPU.
+    """
+    for hook in _OF_A_STEP:
+        if getattr(callback, hook) is getattr(pl.Callback, hook):
+            setattr(callback, hook, None)
+    return callback
