@@ -4,16 +4,24 @@ from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .exact_resume import ExactResume
 from .gate_penalty import GatePenalty
+from .magnitude_pruning import MagnitudePruning
 from .minimum_activity import MinimumActivity
+from .rigl import RigL
+from .set import SET
+from .static_sparse import StaticSparse
 from .temperature_annealing import TemperatureAnnealing
 from .threshold_phases import ThresholdPhases
 
 __all__ = [
+    "SET",
     "BudgetController",
     "CollapseDetector",
     "ExactResume",
     "GatePenalty",
+    "MagnitudePruning",
     "MinimumActivity",
+    "RigL",
+    "StaticSparse",
     "TemperatureAnnealing",
     "ThresholdPhases",
 ]

@@ -1,12 +1,22 @@
 """What processes, and callbacks of one kind, must agree on."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dg_lightning.protocol import gate_layers
+from dg_lightning.rewiring import Connections
 
-__all__ = ["mean_over_ranks", "refuse_two_penalties", "refuse_two_writers"]
+__all__ = [
+    "mean_over_ranks",
+    "refuse_different_masks",
+    "refuse_sharded_parameters",
+    "refuse_two_penalties",
+    "refuse_two_writers",
+]
 
 
 def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
@@ -15,6 +25,31 @@ def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
         return value
     mean: Tensor = trainer.strategy.reduce(value.clone(), reduce_op="mean")
     return mean
+
+
+def refuse_different_masks(trainer: Any, layers: Iterable[Connections]) -> None:
+    """Raise if processes do not have the same connections."""
+    if trainer.world_size == 1:
+        return
+    own = [layer.checksum() for layer in layers]
+    every: list[list[int]] = [[]] * trainer.world_size
+    dist.all_gather_object(every, own)
+    if any(other != own for other in every):
+        raise RuntimeError(
+            "Processes have different connections: their weights or gradients differ, as when a "
+            "hook changes gradients on one of them."
+        )
+
+
+def refuse_sharded_parameters(name: str, trainer: Any, module: nn.Module) -> None:
+    """Refuse strategies under which a process has a part of a weight only."""
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    sharding = [k for k in kinds if k.startswith(("FSDP", "DeepSpeed", "ModelParallel"))]
+    if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(
+            f"{name} needs whole weights on every process, got {kinds[0]}, which shards them: use "
+            "strategy='ddp' or a single device."
+        )
 
 
 def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:

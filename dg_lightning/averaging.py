@@ -4,6 +4,7 @@ Torch's `AveragedModel` averages buffers too. A temperature, a threshold or a fl
 over a schedule belongs to no moment of the training: what is deployed must be the live one.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from dg_lightning.protocol import gate_layers
+from dg_lightning.rewiring import Connections
 
-__all__ = ["copy_gates_to_averages", "keep_settings_live"]
+__all__ = ["copy_gates_to_averages", "keep_settings_live", "mask_averages"]
 
 _SETTINGS = ("temperature", "threshold", "min_open")
 
@@ -40,6 +42,34 @@ def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
                 ours: Any = live[name]
                 for their, our in zip(gate.parameters(), ours.parameters(), strict=True):
                     their.copy_(our)
+
+
+@torch.no_grad()
+def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[Connections]) -> None:
+    """Take the connections that a module has lost out of every average of it.
+
+    Once is enough: as long as a weight is 0 in the module, its average stays 0.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    for copy in _copies(module, trainer):
+        for layer in layers:
+            theirs: Any = copy.get_submodule(names[layer.layer])
+            theirs.connection_mask = layer.mask
+            theirs.weight.masked_fill_(~layer.mask.to(theirs.weight.device), 0)
+
+
+def _copies(module: nn.Module, trainer: Any) -> list[nn.Module]:
+    """Find copies of a module that callbacks hold: an `AveragedModel`, or Lightning's SWA."""
+    names = [name for name, _ in module.named_parameters()]
+    held = [value for callback in trainer.callbacks for value in vars(callback).values()]
+    found = [v.module if isinstance(v, AveragedModel) else v for v in held]
+    return [
+        v
+        for v in found
+        if isinstance(v, nn.Module)
+        and v is not module
+        and [name for name, _ in v.named_parameters()] == names
+    ]
 
 
 def _averages(trainer: Any) -> list[AveragedModel]:

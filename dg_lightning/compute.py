@@ -22,6 +22,7 @@ __all__ = [
     "LinearMap",
     "executed_macs",
     "expected_macs",
+    "inside_gates",
     "linear_maps",
     "uncounted_modules",
 ]
@@ -65,12 +66,12 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
     ['hidden.0.linear', 'output']
     """
     gates = gate_layers(module, required=False).values()
-    inside_gates = _inside_gates(module)
+    deciding = inside_gates(module)
     producers = {gate.feeds.producer: gate for gate in gates}
     readers = {reader: gate for gate in gates for reader in gate.feeds.consumers}
     maps = []
     for name, child in module.named_modules():
-        if isinstance(child, nn.Linear) and child not in inside_gates:
+        if isinstance(child, nn.Linear) and child not in deciding:
             after = producers.get(child)
             skips_rows = after is not None and after.feeds.skips_rows
             maps.append(LinearMap(plain_name(name), child, readers.get(child), after, skips_rows))
@@ -133,17 +134,18 @@ def _gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
 
 def uncounted_modules(module: nn.Module) -> list[str]:
     """Name the modules with weights that the ledger cannot count: neither linear nor a norm."""
-    inside_gates = _inside_gates(module)
+    deciding = inside_gates(module)
     return [
         plain_name(name) or type(child).__name__
         for name, child in module.named_modules()
         if any(p.ndim > 1 for p in child.parameters(recurse=False))
         and not isinstance(child, _COUNTED_OR_FREE)
-        and child not in inside_gates
+        and child not in deciding
     ]
 
 
-def _inside_gates(module: nn.Module) -> set[nn.Module]:
+def inside_gates(module: nn.Module) -> set[nn.Module]:
+    """Return the modules that gates are made of."""
     gates = gate_layers(module, required=False).values()
     return {child for gate in gates if isinstance(gate, nn.Module) for child in gate.modules()}
 

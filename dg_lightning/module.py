@@ -21,6 +21,7 @@ from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers, release
+from dg_lightning.rewiring import announce_masks, saved_masks
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedClassifier"]
@@ -271,6 +272,13 @@ class GatedClassifier(pl.LightningModule):
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = getattr(scheduler, "monitor", self.lr_scheduler_monitor)
         return {"optimizer": optimizer, "lr_scheduler": config}  # type: ignore[return-value]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The ledger must know missing connections where no sparse callback is there to say so.
+        # A fit without that callback would fill them again.
+        if self._trainer is None or self._trainer.state.fn != "fit":
+            announce_masks(self, saved_masks(checkpoint))
 
     @override
     def configure_gradient_clipping(

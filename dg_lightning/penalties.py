@@ -141,7 +141,7 @@ class MacsPrices:
     def __init__(self, gates: Sequence[GateLike], maps: Sequence[LinearMap]) -> None:
         self.gates = gates
         self.maps = maps
-        self.masked = any(connection_mask(m.linear) is not None for m in maps)
+        self._counted = self._masks()
         self.form = self._form()
         # Kept from step to step: what the derivative, which is linear in the rates, was made of,
         # its constant and its slope.
@@ -164,9 +164,15 @@ class MacsPrices:
             form[column, row] += share
         return form
 
+    def _masks(self) -> list[tuple[int, int] | None]:
+        """Return what tells one state of the masks from another, without looking at them."""
+        masks = [connection_mask(m.linear) for m in self.maps]
+        return [None if mask is None else (id(mask), mask._version) for mask in masks]
+
     def _on(self, rates: Tensor) -> Tensor:
-        if self.masked:  # rewiring may have changed what a map costs
-            self.form = self._form()
+        masks = self._masks()
+        if masks != self._counted:  # rewiring has changed what a map costs
+            self._counted, self.form = masks, self._form()
         if self.form.device != rates.device or self.form.dtype != rates.dtype:
             self.form = self.form.to(rates.device, rates.dtype)
         return self.form

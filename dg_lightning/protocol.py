@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import TypeIs, get_protocol_members
@@ -19,6 +19,7 @@ __all__ = [
     "connection_mask",
     "gate_layers",
     "keep_p",
+    "matching",
     "release",
     "start_open_at",
 ]
@@ -111,6 +112,15 @@ def gate_layers(
             f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
             "(GatedMLP: `gate: {kind: static}`), or give them a StaticGate or DynamicGate."
         )
+    return matching(found, layers, "gate")
+
+
+def matching(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
+    """Keep those of the found things whose name fits a pattern; all when there are no patterns.
+
+    >>> matching({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
+    {'hidden.0': 1}
+    """
     if layers is None:
         return found
     if not layers or isinstance(layers, str):
@@ -120,30 +130,30 @@ def gate_layers(
         )
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"No gate is named {pattern!r}; there are {', '.join(found)}.")
+            raise ValueError(f"No {what} is named {pattern!r}; there are {', '.join(found)}.")
     return {
-        name: gate
-        for name, gate in found.items()
+        name: thing
+        for name, thing in found.items()
         if any(fnmatchcase(name, pattern) for pattern in layers)
     }
 
 
 def by_pattern(
-    argument: str, given: Mapping[str, T], gates: Mapping[str, GateLike], default: D
+    argument: str, given: Mapping[str, T], named: Mapping[str, Any], default: D
 ) -> list[T | D]:
-    """Return for each gate the value of the first pattern that fits its name.
+    """Return for each named thing the value of the first pattern that fits its name.
 
     >>> by_pattern("target", {"hidden.*": 0.3}, {"input_gate": None, "hidden.0.gate": None}, 1.0)
     [1.0, 0.3]
     """
     for pattern in given:
-        if not any(fnmatchcase(name, pattern) for name in gates):
+        if not any(fnmatchcase(name, pattern) for name in named):
             raise ValueError(
-                f"`{argument}` names {pattern!r}, which is no gate; there are {', '.join(gates)}."
+                f"`{argument}` names {pattern!r}, which fits none; there are {', '.join(named)}."
             )
     return [
         next((value for pattern, value in given.items() if fnmatchcase(name, pattern)), default)
-        for name in gates
+        for name in named
     ]
 
 
@@ -184,11 +194,11 @@ def release(gates: Iterable[GateLike]) -> None:
             gate.probability, gate.gate = p.detach(), g.detach()
 
 
-def connection_mask(linear: nn.Linear) -> Tensor | None:
-    """Return the connections that exist, bool ``(out, in)``, or None where all do.
+def connection_mask(layer: nn.Module) -> Tensor | None:
+    """Return the connections that exist, bool like the weight, or None where all do.
 
     Whoever makes a layer sparse says so in a plain attribute of that name, which is not part of the
     layer's state dict.
     """
-    mask: Tensor | None = getattr(linear, "connection_mask", None)
+    mask: Tensor | None = getattr(layer, "connection_mask", None)
     return mask

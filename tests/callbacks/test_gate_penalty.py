@@ -409,7 +409,7 @@ def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
         GatePenalty({"from": 1})  # type: ignore[arg-type]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"usage": "target"}, "needs a `target` for backbone.0.gate, backbone.1.gate"),
-        ({"layer_weights": {"no": 1.0}}, "`layer_weights` names 'no', which is no gate; there are"),
+        ({"layer_weights": {"no": 1.0}}, "`layer_weights` names 'no', which fits none; there are"),
         ({"unit_costs": {"*0*": [1.0]}}, "must be 8 numbers, at least 0 and not all 0, got 1"),
         ({"layer_weights": {"*": -1.0}}, "`layer_weights` must be at least 0 and finite, got -1.0"),
         ({"layers": []}, r"`layers` must be a list of name patterns, got \[\]; there are backbone"),

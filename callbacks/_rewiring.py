@@ -1,0 +1,77 @@
+"""What RigL and SET share: when connections are dropped, and how many."""
+
+from typing import Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.rewiring import Connections, Distribution, rewired
+from dg_lightning.schedules import Clock, Duration, Schedule, check_duration
+
+from ._sparse import Initial, Sparse
+
+__all__ = ["DropShape", "Rewiring"]
+
+DropShape = Literal["cosine", "linear", "constant"]
+
+
+class Rewiring(Sparse):
+    """Drops the smallest weights every so many steps, and grows as many connections elsewhere."""
+
+    def __init__(
+        self,
+        sparsity: float | dict[str, float],
+        distribution: Distribution,
+        layers: list[str] | None,
+        structure: str,
+        initial: Initial,
+        masks: str | None,
+        seed: int,
+        every_n_steps: int,
+        drop_fraction: float,
+        drop_shape: DropShape,
+        until: Duration,
+        exclude_just_dropped: bool,
+    ) -> None:
+        super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        if not 0 < drop_fraction <= 1:
+            raise ValueError(f"`drop_fraction` must be in (0, 1], got {drop_fraction}.")
+        if drop_shape not in ("cosine", "linear", "constant"):
+            raise ValueError(
+                f"`drop_shape` must be cosine, linear or constant, got {drop_shape!r}."
+            )
+        check_duration("until", until)
+        self.every_n_steps = every_n_steps
+        self.drop_fraction = drop_fraction
+        self.drop_shape: DropShape = drop_shape
+        self.until = until
+        self.exclude_just_dropped = exclude_just_dropped
+
+    @override
+    def prepare(self, clock: Clock) -> None:
+        self._until = clock.steps(self.until)
+        if self._until <= self.every_n_steps and clock.total_steps > 1:
+            rank_zero_warn(
+                f"{type(self).__name__} never rewires: its interval is {self.every_n_steps} steps, "
+                f"and it stops before step {self._until} of {clock.total_steps}; lower "
+                "`every_n_steps` or raise `until`."
+            )
+        end = self.drop_fraction if self.drop_shape == "constant" else 0.0
+        shape = "linear" if self.drop_shape == "constant" else self.drop_shape
+        self._fraction_at = Schedule(
+            self.drop_fraction, end, shape, until=max(self._until, 1)
+        ).resolve(clock)
+
+    @override
+    def changes_after(self, step: int) -> bool:
+        due = step // self.every_n_steps > self.changed_at // self.every_n_steps
+        return due and step < self._until
+
+    def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
+        """Return the new mask of a layer, from scores for keeping and for growing."""
+        return rewired(
+            c.mask, keep, grow, self._fraction_at(step), c.structure, self.exclude_just_dropped
+        )

@@ -1,0 +1,144 @@
+"""Magnitude pruning, at once or little by little, with masks that stay."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.rewiring import Connections, largest, largest_mask
+from dg_lightning.schedules import Clock, Duration, check_duration
+
+from ._hooks import only_used_hooks
+from ._sparse import Sparse, all_finite
+
+__all__ = ["MagnitudePruning"]
+
+
+@only_used_hooks
+class MagnitudePruning(Sparse):
+    """Takes the smallest weights away, and keeps them away.
+
+    At once: before training (`begin: 0`), or after a while (`begin: 15 epochs`), and what follows
+    is fine-tuning. Little by little, where `until` is later than `begin`: the share of zeros rises
+    with the cube of what is left of the way (Zhu, Gupta: "To prune, or not to prune",
+    arXiv:1710.01878).
+
+    Args:
+        sparsity: The share of weights that are 0 in the end, over all layers or by name pattern.
+        scope: `global` compares the weights of all layers, `layer` those of one layer, each of
+            which gets the sparsity.
+        begin: When to prune, or to begin to.
+        until: When the sparsity is reached; at once when None.
+        every_n_steps: Optimizer steps from one pruning to the next, on the way.
+        layers: Name patterns of linear and convolution layers; all outside of gates when None.
+        structure: `unstructured`; of `scope: layer` also `block:16`, `2:4` or `fan_in`, see `RigL`.
+        masks: A checkpoint to take the first masks from, see `RigL`.
+
+    | logged key | meaning |
+    |---|---|
+    | `rewire/...` | as of `RigL` |
+
+    >>> MagnitudePruning(sparsity=0.4, begin="15 epochs").scope
+    'global'
+    """
+
+    def __init__(
+        self,
+        sparsity: float | dict[str, float] = 0.5,
+        scope: Literal["global", "layer"] = "global",
+        begin: Duration = 0,
+        until: Duration | None = None,
+        every_n_steps: int = 100,
+        layers: list[str] | None = None,
+        structure: str = "unstructured",
+        masks: str | None = None,
+    ) -> None:
+        super().__init__(sparsity, "uniform", layers, structure, "magnitude", masks, 0)
+        if scope not in ("global", "layer"):
+            raise ValueError(f"`scope` must be global or layer, got {scope!r}.")
+        if scope == "global" and (isinstance(sparsity, dict) or structure != "unstructured"):
+            raise ValueError(
+                "`scope: global` has one sparsity for all layers and no structure; write "
+                "`scope: layer`."
+            )
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        check_duration("begin", begin)
+        if until is not None:
+            check_duration("until", until)
+        self.scope = scope
+        self.begin = begin
+        self.until = until
+        self.every_n_steps = every_n_steps
+
+    @override
+    def _made_masks(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {n: layer.weight for n, layer in self._layers.items()}
+        at_once = self.until is None or self.until == self.begin
+        if at_once and self.begin == 0:
+            return self._pruned({n: w.detach().abs() for n, w in weights.items()}, 1.0)
+        return {n: torch.ones_like(w, dtype=torch.bool) for n, w in weights.items()}
+
+    @override
+    def prepare(self, clock: Clock) -> None:
+        self._begin = clock.steps(self.begin)
+        self._until = self._begin if self.until is None else clock.steps(self.until)
+        if self._until < self._begin:
+            raise ValueError(
+                f"`until` must not be before `begin`, got {self.until!r} (step {self._until}) and "
+                f"{self.begin!r} (step {self._begin})."
+            )
+        if self._until >= clock.total_steps > 1:
+            rank_zero_warn(
+                f"MagnitudePruning ends at step {self._until} of {clock.total_steps}: there are no "
+                "steps left to fine-tune; begin earlier, or train longer."
+            )
+
+    @override
+    def changes_after(self, step: int) -> bool:
+        if step < self._begin or self.changed_at >= max(self._until, 1):
+            return False
+        if step >= self._until:
+            return self._until > 0
+        first = self.changed_at < self._begin
+        return first or step - self.changed_at >= self.every_n_steps
+
+    def progress(self, step: int) -> float:
+        """Return the share of the final sparsity that a step has."""
+        if step >= self._until:
+            return 1.0
+        return 1 - (1 - (step - self._begin) / (self._until - self._begin)) ** 3
+
+    @override
+    @torch.no_grad()
+    def new_masks(
+        self, trainer: Any, step: int, mine: list[Connections]
+    ) -> dict[Connections, Tensor]:
+        # What is gone stays gone.
+        scores = {c.name: c.weight.detach().abs().masked_fill(~c.mask, -1) for c in mine}
+        if not all_finite(scores.values()):
+            return {}
+        masks = self._pruned(scores, self.progress(step))
+        return {c: masks[c.name] & c.mask for c in mine}
+
+    def _pruned(self, scores: Mapping[str, Tensor], progress: float) -> dict[str, Tensor]:
+        if self.scope == "layer":
+            wanted = self._densities(scores)
+            return {
+                name: largest_mask(score, 1 - progress * (1 - wanted[name]), self.structure)
+                for name, score in scores.items()
+            }
+        assert isinstance(self.sparsity, float | int)
+        together = torch.cat([score.flatten() for score in scores.values()])
+        count = len(together) - round(progress * self.sparsity * len(together))
+        sizes = [score.numel() for score in scores.values()]
+        parts = largest(together, count).split(sizes)
+        if empty := [n for n, part in zip(scores, parts, strict=True) if not bool(part.any())]:
+            rank_zero_warn(
+                f"MagnitudePruning has left no connection in {', '.join(empty)}, whose weights are "
+                "smaller than those of other layers: write `scope: layer`, or ask for less."
+            )
+        return {n: part.reshape(scores[n].shape) for n, part in zip(scores, parts, strict=True)}

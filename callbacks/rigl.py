@@ -1,0 +1,211 @@
+"""RigL: connections that are dropped by weight and grown by gradient (section 3.7 of the paper)."""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from dg_lightning.rewiring import Connections, Distribution, OpenRates
+from dg_lightning.schedules import Duration
+
+from ._agreement import mean_over_ranks
+from ._hooks import only_used_hooks
+from ._rewiring import DropShape, Rewiring
+from ._sparse import Initial, all_finite
+
+__all__ = ["RigL"]
+
+_LEAST_RATE = 1e-3  # of samples with both ends of a connection open
+
+
+@only_used_hooks
+class RigL(Rewiring):
+    """Trains a sparse net, and moves connections to where the gradient asks for them.
+
+    Every so many optimizer steps, right after the step, each layer drops a share of its
+    connections, those of the smallest weights, and grows as many where the gradient of the loss by
+    the missing weight is largest. The gradient is the dense one of the whole step: over all
+    micro-batches and processes, unscaled. New connections start at 0, with fresh optimizer state.
+    What was just dropped may grow again and then keeps its weight, as in the original code. A step
+    with a gradient that is not finite changes no connections.
+
+    Masks travel in the checkpoint of this callback; the model's own state holds plain weights with
+    zeros, and loads without us.
+
+    (Evci, Gale, Menick, Castro, Elsen: "Rigging the Lottery: Making All Tickets Winners",
+    arXiv:1911.11134.)
+
+    Args:
+        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        distribution: How it is shared out over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers; all outside of gates when None.
+        structure: `unstructured`; `block:16` for squares of 16 x 16; `2:4` for 2 of every 4 inputs;
+            `fan_in` for the same number of inputs for every output.
+        every_n_steps: Optimizer steps from one update to the next.
+        drop_fraction: The share of connections that the first update drops.
+        drop_shape: How that share falls until the last update.
+        until: When connections come to rest.
+        grow: `gradient` is the one of this step, `mean_gradient` a running mean, which takes as
+            much memory as the weights.
+        mean_decay: How much of the running mean stays from step to step.
+        gate_aware: In a gated net, a closed unit starves the gradient of its connections. `grow`
+            divides the gradient by the share of samples that had both ends open; `drop_and_grow`
+            also multiplies the weight by it before the smallest are dropped; `no` is the paper's
+            rule.
+        exclude_just_dropped: Whether what was just dropped may not grow again at once.
+        skip_optimizer_step: Whether an update takes the place of the optimizer's step, as in the
+            original; counters and schedules go on.
+        initial: The first connections: drawn at `random`, or of the largest weights.
+        masks: A checkpoint to take the first masks from: of this package, or pruned by
+            torch.nn.utils.prune or Lightning's ModelPruning.
+        seed: Of what is drawn.
+
+    | logged key | meaning |
+    |---|---|
+    | `rewire/density/<layer>` | share of connections that exist |
+    | `rewire/churn/<layer>` | share of them that the last update has made |
+    | `rewire/itop/<layer>` | share of positions that have ever had one |
+    | `rewire/dead_inputs/<layer>`, `rewire/dead_outputs/<layer>` | units without any |
+
+    >>> RigL(sparsity=0.9).every_n_steps
+    100
+    """
+
+    def __init__(
+        self,
+        sparsity: float | dict[str, float] = 0.9,
+        distribution: Distribution = "erk",
+        layers: list[str] | None = None,
+        structure: str = "unstructured",
+        every_n_steps: int = 100,
+        drop_fraction: float = 0.3,
+        drop_shape: DropShape = "cosine",
+        until: Duration = 0.75,
+        grow: Literal["gradient", "mean_gradient"] = "gradient",
+        mean_decay: float = 0.9,
+        gate_aware: Literal["no", "grow", "drop_and_grow"] = "no",
+        exclude_just_dropped: bool = False,
+        skip_optimizer_step: bool = False,
+        initial: Initial = "random",
+        masks: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            sparsity,
+            distribution,
+            layers,
+            structure,
+            initial,
+            masks,
+            seed,
+            every_n_steps,
+            drop_fraction,
+            drop_shape,
+            until,
+            exclude_just_dropped,
+        )
+        if grow not in ("gradient", "mean_gradient"):
+            raise ValueError(f"`grow` must be gradient or mean_gradient, got {grow!r}.")
+        if not 0 <= mean_decay < 1:
+            raise ValueError(f"`mean_decay` must be in [0, 1), got {mean_decay}.")
+        if gate_aware not in ("no", "grow", "drop_and_grow"):
+            raise ValueError(f"`gate_aware` must be no, grow or drop_and_grow, got {gate_aware!r}.")
+        self.grow = grow
+        self.mean_decay = mean_decay
+        self.gate_aware = gate_aware
+        self.skip_optimizer_step = skip_optimizer_step
+        self._means: dict[str, Tensor] = {}
+        self._scores: dict[Connections, Tensor] = {}
+        self._open: OpenRates | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._open = None
+        if self.gate_aware != "no":
+            self._open = OpenRates(pl_module, {n: c.layer for n, c in self.connections.items()})
+            if not self._open.maps:
+                raise ValueError(
+                    f"`gate_aware={self.gate_aware!r}` finds no gate at the layers that it "
+                    "rewires: leave it out, or declare `feeds` of the gates."
+                )
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Gradients add up over the micro-batches of a step, and so does what gates have closed.
+        if self._open is not None and self.changes_after(trainer.global_step + 1):
+            self._open.see()
+
+    @override
+    @torch.no_grad()
+    def see_gradients(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
+        self._scores = {}
+        if self.grow == "mean_gradient":
+            self._follow(trainer, optimizer, mine)
+        if self._pending is None:
+            return
+        gradients = {c: c.weight.grad for c in mine if c.weight.grad is not None}
+        if not all_finite(gradients.values()):
+            rank_zero_warn(
+                f"{type(self).__name__} leaves the update of step {self._pending} out: a gradient "
+                "is not finite."
+            )
+            self.changed_at, self._pending, self._scores = self._pending, None, {}
+            return
+        for c, gradient in gradients.items():
+            score = gradient if self.grow == "gradient" else self._means[c.name]
+            self._scores[c] = score.abs()
+        if self.skip_optimizer_step:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # which every optimizer passes over
+
+    def _follow(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
+        """Follow the running mean of unscaled gradients."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # An optimizer that unscales by itself has not done so yet.
+        late = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        for c in mine:
+            gradient = c.weight.grad
+            if gradient is None:
+                continue
+            if late:
+                gradient = gradient / scaler.get_scale()  # type: ignore[union-attr]
+            mean = self._means.setdefault(c.name, torch.zeros_like(gradient)).to(gradient.device)
+            if all_finite([gradient]):
+                self._means[c.name] = mean.lerp_(gradient, 1 - self.mean_decay)
+
+    @override
+    @torch.no_grad()
+    def new_masks(
+        self, trainer: Any, step: int, mine: list[Connections]
+    ) -> dict[Connections, Tensor]:
+        rates: dict[Any, Tensor] = {}
+        if self._open is not None:
+            seen = self._open.rates()
+            rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
+            self._open.clear()
+        masks = {}
+        for c, grow in self._scores.items():
+            keep = c.weight.detach().abs()
+            if c.layer in rates:
+                share = rates[c.layer].clamp_min(_LEAST_RATE)
+                grow = grow / share
+                keep = keep * share if self.gate_aware == "drop_and_grow" else keep
+            if all_finite([keep]):
+                masks[c] = self.rewire(step, c, keep, grow)
+        self._scores = {}
+        return masks
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "means": {n: m.cpu() for n, m in self._means.items()}}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._means = dict(state_dict.get("means", {}))

@@ -1,0 +1,92 @@
+"""SET: connections that are dropped by weight and grown at random."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.rewiring import Connections, Distribution, generator_for
+from dg_lightning.schedules import Duration
+
+from ._hooks import only_used_hooks
+from ._rewiring import DropShape, Rewiring
+from ._sparse import Initial, all_finite
+
+__all__ = ["SET"]
+
+
+@only_used_hooks
+class SET(Rewiring):
+    """Trains a sparse net, and moves connections of small weight to random places.
+
+    As `RigL`, but without the gradient. What is drawn is the same on all processes.
+
+    (Mocanu, Mocanu, Stone, Nguyen, Gibescu, Liotta: "Scalable training of artificial neural
+    networks with adaptive sparse connectivity inspired by network science", arXiv:1707.04780.)
+
+    Args:
+        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        distribution: How it is shared out over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers; all outside of gates when None.
+        structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
+        every_n_steps: Optimizer steps from one update to the next.
+        drop_fraction: The share of connections that an update drops.
+        drop_shape: How that share falls until the last update.
+        until: When connections come to rest.
+        exclude_just_dropped: Whether what was just dropped may not grow again at once.
+        initial: The first connections: drawn at `random`, or of the largest weights.
+        masks: A checkpoint to take the first masks from, see `RigL`.
+        seed: Of what is drawn.
+
+    | logged key | meaning |
+    |---|---|
+    | `rewire/...` | as of `RigL` |
+
+    >>> SET(sparsity=0.9).drop_fraction
+    0.3
+    """
+
+    def __init__(
+        self,
+        sparsity: float | dict[str, float] = 0.9,
+        distribution: Distribution = "erk",
+        layers: list[str] | None = None,
+        structure: str = "unstructured",
+        every_n_steps: int = 100,
+        drop_fraction: float = 0.3,
+        drop_shape: DropShape = "cosine",
+        until: Duration = 0.75,
+        exclude_just_dropped: bool = False,
+        initial: Initial = "random",
+        masks: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            sparsity,
+            distribution,
+            layers,
+            structure,
+            initial,
+            masks,
+            seed,
+            every_n_steps,
+            drop_fraction,
+            drop_shape,
+            until,
+            exclude_just_dropped,
+        )
+
+    @override
+    @torch.no_grad()
+    def new_masks(
+        self, trainer: Any, step: int, mine: list[Connections]
+    ) -> dict[Connections, Tensor]:
+        masks = {}
+        for c in mine:
+            keep = c.weight.detach().abs()
+            generator = generator_for(self.seed, c.name, step, keep.device)
+            grow = torch.rand(keep.shape, generator=generator, device=keep.device)
+            if all_finite([keep]):
+                masks[c] = self.rewire(step, c, keep, grow)
+        return masks

@@ -1,0 +1,31 @@
+"""Sparse connectivity: densities, structures, drop and grow; without Lightning."""
+
+from .connections import Connections, generator_for, initial_mask, sparse_layers
+from .densities import Distribution, densities
+from .gate_correction import OpenRates
+from .imports import announce_masks, import_pruned, masks_of_pruned, saved_masks
+from .optimizer_slots import parameter_slots, reset_slots
+from .selection import largest, largest_in_rows
+from .structures import Structure
+from .update import largest_mask, rewired
+
+__all__ = [
+    "Connections",
+    "Distribution",
+    "OpenRates",
+    "Structure",
+    "announce_masks",
+    "densities",
+    "generator_for",
+    "import_pruned",
+    "initial_mask",
+    "largest",
+    "largest_in_rows",
+    "largest_mask",
+    "masks_of_pruned",
+    "parameter_slots",
+    "reset_slots",
+    "rewired",
+    "saved_masks",
+    "sparse_layers",
+]

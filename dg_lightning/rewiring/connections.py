@@ -1,0 +1,211 @@
+"""The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dg_lightning.protocol import matching, plain_name
+
+from .optimizer_slots import fresh_slots, parameter_slots, reset_slots
+from .structures import Structure
+from .update import largest_mask
+
+__all__ = ["Connections", "generator_for", "initial_mask", "packed", "sparse_layers", "unpacked"]
+
+_SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
+
+
+class Connections:
+    """A layer with a mask of the connections that exist.
+
+    The weight stays a plain parameter that holds exact zeros, and the gradient is taken of it as a
+    whole, so that it tells what a missing connection would do. The mask is announced in the plain
+    attribute `connection_mask` of the layer, and is changed in place.
+
+    Args:
+        name: The layer's name.
+        layer: A linear or convolution layer.
+        mask: The connections that exist, bool, of the shape of the weight.
+        structure: What they keep to.
+    """
+
+    def __init__(
+        self, name: str, layer: nn.Module, mask: Tensor, structure: Structure | None = None
+    ) -> None:
+        self.name = name
+        self.layer = layer
+        self.structure = structure or Structure()
+        self.weight = cast(nn.Parameter, layer.weight)
+        self.mask = mask.to(self.weight.device, copy=True)
+        self.full = bool(self.mask.all())
+        self.churn = torch.zeros((), device=self.weight.device)
+        self._explored = packed(self._sample())
+        layer.connection_mask = self.mask
+        self.apply()
+
+    def move(self) -> None:
+        """Follow the weight to its device."""
+        if self.mask.device != self.weight.device:
+            self.mask = self.mask.to(self.weight.device)
+            self.layer.connection_mask = self.mask
+        self.churn = self.churn.to(self.weight.device)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the weights of missing connections to exactly 0."""
+        self.weight.masked_fill_(~self.mask, 0)
+
+    @torch.no_grad()
+    def mask_gradient(self) -> None:
+        """Let no gradient reach missing connections.
+
+        Their weight, gradient and slots are 0, so every optimizer that works weight by weight
+        leaves all of them at 0.
+        """
+        if self.weight.grad is not None and not self.full:
+            self.weight.grad.mul_(self.mask)
+
+    @torch.no_grad()
+    def is_clean(self, optimizer: Optimizer) -> bool:
+        """Tell whether a step has left all of missing connections as they were."""
+        missing = ~self.mask
+        fresh = fresh_slots(optimizer, self.weight)
+        changed = (self.weight[missing] != 0).any()
+        for name, slot in parameter_slots(optimizer, self.weight):
+            changed |= (slot[missing] != fresh.get(name, 0.0)).any()
+        return not bool(changed)
+
+    @torch.no_grad()
+    def clean(self, optimizer: Optimizer) -> None:
+        """Bring weights and slots of missing connections back to what they start with."""
+        self.apply()
+        reset_slots(optimizer, self.weight, ~self.mask)
+
+    @torch.no_grad()
+    def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
+        """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
+        differs = mask != self.mask
+        new = differs & mask
+        self.churn = new.sum() / mask.sum().clamp_min(1)
+        self.mask.copy_(mask)
+        self.full = bool(mask.all())
+        self.weight.masked_fill_(differs, 0)
+        if optimizer is not None:
+            reset_slots(optimizer, self.weight, differs)
+        self._explored |= packed(self._sample())
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return what is logged of a layer.
+
+        `itop` is the share of positions that have ever had a connection (in-time
+        over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
+        """
+        matrix = self.mask.flatten(1)
+        return {
+            "density": matrix.float().mean(),
+            "churn": self.churn,
+            "itop": unpacked(self._explored, self._sample().shape).float().mean(),
+            "dead_inputs": (~matrix.any(0)).sum().float(),
+            "dead_outputs": (~matrix.any(1)).sum().float(),
+        }
+
+    def checksum(self) -> int:
+        """Return a number that is the same where the connections are."""
+        return crc32(packed(self.mask).numpy().tobytes())
+
+    def _sample(self) -> Tensor:
+        # A step without a common divisor with the rows' length meets all columns alike.
+        step = math.ceil(self.mask.numel() / _SAMPLED)
+        while math.gcd(step, self.mask[0].numel()) > 1 and step > 1:
+            step += 1
+        return self.mask.flatten()[::step]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mask, eight connections a byte, and the figures that have a history."""
+        return {
+            "mask": packed(self.mask),
+            "shape": list(self.mask.shape),
+            "explored": self._explored.clone(),
+            "churn": float(self.churn),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.mask.copy_(unpacked(state["mask"], state["shape"]))
+        self.full = bool(self.mask.all())
+        self._explored.copy_(state["explored"])
+        self.churn.fill_(state["churn"])
+        self.apply()
+
+
+def sparse_layers(
+    module: nn.Module, layers: list[str] | None, without: set[nn.Module]
+) -> dict[str, nn.Module]:
+    """Find linear and convolution layers by name pattern, each weight once.
+
+    Raises:
+        ValueError: If there is none, a pattern fits none, or a weight is not a plain parameter.
+    """
+    found: dict[str, nn.Module] = {}
+    weights: list[Tensor] = []
+    for name, child in module.named_modules():
+        kind = isinstance(child, nn.Linear | nn.modules.conv._ConvNd)
+        if not kind or child in without:
+            continue
+        weight = child._parameters.get("weight")
+        if weight is None or hasattr(child, "parametrizations"):
+            raise ValueError(
+                f"The weight of {name} is not a plain parameter: make a pruning permanent with "
+                "torch.nn.utils.prune.remove (and take its masks along with masks_of_pruned), or "
+                "remove the parametrization."
+            )
+        if not any(weight is other for other in weights):
+            weights.append(weight)
+            found[plain_name(name)] = child
+    if not found:
+        raise ValueError(
+            f"There is no layer to make sparse in {type(module).__name__}: nn.Linear or nn.Conv* "
+            "are looked for, outside of gates."
+        )
+    return matching(found, layers, "layer")
+
+
+def generator_for(seed: int, name: str, step: int, device: torch.device) -> torch.Generator:
+    """Return a generator that is the same on every process, for one layer at one step."""
+    generator = torch.Generator(device)
+    generator.manual_seed(crc32(f"{seed} {name} {step}".encode()))
+    return generator
+
+
+def initial_mask(
+    weight: Tensor, density: float, structure: Structure, generator: torch.Generator | None
+) -> Tensor:
+    """Draw connections at random with a generator, or take those of the largest weights."""
+    if generator is None:
+        return largest_mask(weight.detach().abs(), density, structure)
+    scores = torch.rand(weight.shape, generator=generator, device=weight.device)
+    return largest_mask(scores, density, structure)
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Write a mask with eight entries a byte.
+
+    >>> packed(torch.tensor([True, False, True])).tolist()
+    [160]
+    """
+    import numpy as np
+
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def unpacked(bits: Tensor, shape: Any) -> Tensor:
+    """Read what `packed` has written."""
+    import numpy as np
+
+    values = np.unpackbits(bits.cpu().numpy(), count=math.prod(shape))
+    return torch.from_numpy(values.astype(bool)).reshape(tuple(shape))

@@ -1,0 +1,100 @@
+"""Masks from elsewhere: torch.nn.utils.prune, Lightning's ModelPruning, our own checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dg_lightning.protocol import plain_name
+
+from .connections import unpacked
+
+__all__ = ["announce_masks", "import_pruned", "masks_of_pruned", "saved_masks"]
+
+STATE = "connections"  # where a callback's state has its layers
+_ORIGINAL, _MASK = "weight_orig", "weight_mask"
+
+
+def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
+    """Return the masks of the weights that torch.nn.utils.prune has pruned, by layer.
+
+    Take them before `prune.remove`, which makes the zeros permanent and forgets the mask.
+
+    >>> from torch.nn.utils import prune
+    >>> net = nn.Sequential(nn.Linear(4, 2))
+    >>> masks_of_pruned(net)
+    {}
+    >>> _ = prune.l1_unstructured(net[0], "weight", amount=0.5)
+    >>> masks_of_pruned(net)["0"].sum().item()
+    4
+    """
+    return {
+        plain_name(name): mask != 0
+        for name, child in module.named_modules()
+        if (mask := dict(child.named_buffers(recurse=False)).get(_MASK)) is not None
+    }
+
+
+def import_pruned(
+    checkpoint: str | Path | Mapping[str, Any], zeros: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read a model that torch.nn.utils.prune or Lightning's ModelPruning has pruned.
+
+    Returns plain weights, which load strictly into the unpruned module, and the masks by layer.
+    Hand the masks to `StaticSparse`, `RigL` or another sparse callback with `use_masks`.
+
+    Args:
+        checkpoint: A checkpoint's path or content, or a state dict.
+        zeros: Whether a weight matrix with zeros and without a mask is taken as pruned where it is
+            0: all that is left of a pruning that was made permanent.
+
+    Raises:
+        ValueError: If there is no mask in it.
+    """
+    content: Any = _loaded(checkpoint)
+    state: Mapping[str, Tensor] = content.get("state_dict", content)
+    weights: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for key, value in state.items():
+        layer, _, kind = key.rpartition(".")
+        if kind == _ORIGINAL:
+            mask = state[f"{layer}.{_MASK}"]
+            masks[plain_name(layer)] = mask != 0
+            weights[f"{layer}.weight"] = value * mask
+        elif kind != _MASK:
+            weights[key] = value
+            if zeros and kind == "weight" and value.ndim > 1 and bool((value == 0).any()):
+                masks[plain_name(layer)] = value != 0
+    if not masks:
+        raise ValueError(
+            "There is no mask in the checkpoint: a pruning that was made permanent leaves zeros "
+            "only, which `zeros=True` takes for the mask."
+        )
+    return weights, masks
+
+
+def saved_masks(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the masks that the sparse callbacks have left in a checkpoint, by layer."""
+    content = _loaded(checkpoint)
+    masks: dict[str, Tensor] = {}
+    for state in (content.get("callbacks") or {}).values():
+        for name, layer in (state.get(STATE) or {}).items() if isinstance(state, dict) else ():
+            masks[name] = unpacked(layer["mask"], layer["shape"])
+    return masks
+
+
+def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Tell the layers of a module which connections they have, for the compute ledger."""
+    for name, child in module.named_modules():
+        mask = masks.get(plain_name(name))
+        if mask is not None:
+            weight: Any = child.weight
+            child.connection_mask = mask.to(weight.device)
+
+
+def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:
+    if isinstance(checkpoint, str | Path):
+        return torch.load(checkpoint, map_location="cpu", weights_only=True)
+    return checkpoint

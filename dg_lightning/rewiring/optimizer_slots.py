@@ -1,0 +1,58 @@
+"""What an optimizer keeps for each weight, and how it starts anew for some of them."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["fresh_slots", "parameter_slots", "reset_slots"]
+
+
+def parameter_slots(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """Give the slots of a parameter that have its shape: one value for each weight."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            yield name, value
+
+
+@torch.no_grad()
+def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) -> None:
+    """Bring every slot of some weights to what it is for a weight that starts at 0.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    >>> weight.grad = torch.ones(2)
+    >>> optimizer.step()
+    >>> reset_slots(optimizer, weight, torch.tensor([True, False]))
+    >>> optimizer.state[weight]["momentum_buffer"].tolist()
+    [0.0, 1.0]
+    """
+    slots = dict(parameter_slots(optimizer, parameter))
+    if not slots:
+        return
+    fresh = fresh_slots(optimizer, parameter)
+    for name, slot in slots.items():
+        slot.masked_fill_(where, fresh.get(name, 0.0))
+
+
+def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
+    """Return the slots of a weight of 0 after a step with a gradient of 0.
+
+    Asked of the optimizer itself, because not all of them are 0: Adagrad starts with
+    `initial_accumulator_value`, Rprop with a step size.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device))
+    weight.grad = torch.zeros_like(weight)
+    trial: Any = object.__new__(type(optimizer))
+    trial.__dict__.update(optimizer.__dict__)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [weight]}]
+    trial._optimizer_step_pre_hooks = OrderedDict()
+    trial._optimizer_step_post_hooks = OrderedDict()
+    with torch.enable_grad():
+        type(optimizer).step(trial)
+    return {name: float(value.flatten()[0]) for name, value in parameter_slots(trial, weight)}

@@ -1,0 +1,70 @@
+"""Make, rewire and prune masks: pure functions of tensors.
+
+Scores are at least 0. Whatever is not finite must be sorted out before.
+"""
+
+import torch
+from torch import Tensor
+
+from .selection import largest, largest_in_rows
+from .structures import Structure
+
+__all__ = ["largest_mask", "rewired"]
+
+
+def largest_mask(scores: Tensor, density: float, structure: Structure | None = None) -> Tensor:
+    """Keep the largest scores of a layer, as many as the density says in every group.
+
+    >>> largest_mask(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), 0.5).tolist()
+    [[True, True, False, False]]
+    """
+    structure = structure or Structure()
+    grouped = structure.groups(scores)
+    count = structure.count(scores, density)
+    if len(grouped) == 1:
+        return structure.ungroup(largest(grouped, count), scores)
+    counts = torch.full((len(grouped),), count, device=scores.device)
+    return structure.ungroup(largest_in_rows(grouped, counts), scores)
+
+
+def rewired(
+    mask: Tensor,
+    keep_scores: Tensor,
+    grow_scores: Tensor,
+    drop_fraction: float,
+    structure: Structure | None = None,
+    exclude_just_dropped: bool = False,
+) -> Tensor:
+    """Drop the share of connections with the smallest scores, and grow as many others.
+
+    The smallest are sought in the whole layer; each group grows as many as it has lost. What was
+    just dropped may grow again, and then counts as kept: a layer whose best connections are the
+    ones that it has does not change.
+
+    >>> mask = torch.tensor([[True, True, False, False]])
+    >>> weights, gradients = torch.tensor([[1.0, 9, 0, 0]]), torch.tensor([[0.0, 0, 5, 7]])
+    >>> rewired(mask, weights, gradients, 0.5).tolist()
+    [[False, True, False, True]]
+    """
+    structure = structure or Structure()
+    old = structure.masks(mask)
+    total = int(old.sum())
+    dropped = int(drop_fraction * total + 1e-9)
+    if exclude_just_dropped:
+        dropped = min(dropped, old.numel() - total)
+    if dropped == 0:
+        return mask.clone()
+    kept_score = structure.groups(keep_scores).masked_fill(~old, -torch.inf)
+    kept = largest(kept_score, total - dropped)
+    candidates = ~(old if exclude_just_dropped else kept)
+    growing = structure.groups(grow_scores).masked_fill(~candidates, -torch.inf)
+    if len(old) == 1:
+        grown = largest(growing, dropped)
+    else:
+        grown = largest_in_rows(growing, old.sum(-1) - kept.sum(-1))
+        if exclude_just_dropped:  # a group may have fewer candidates than it has lost
+            grown &= candidates
+            lost = old.sum(-1) - kept.sum(-1) - grown.sum(-1)
+            back = structure.groups(keep_scores).masked_fill(~(old & ~kept), -torch.inf)
+            grown |= largest_in_rows(back, lost)
+    return structure.ungroup(kept | grown, mask)
