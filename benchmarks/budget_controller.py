@@ -8,47 +8,27 @@ and of the test part.
 """
 
 import argparse
-import csv
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
-from pathlib import Path
+from typing import Any
 
-import yaml
+from _runs import figure, run
 from rich.console import Console
 from rich.table import Table
 
 
-def run(dataset: str, budget: float | None, seed: int, options: list[str]) -> dict[str, float]:
-    """Train and test in a process of its own; return what it logged last."""
-    with tempfile.TemporaryDirectory() as folder:
-        variant = "baseline" if budget is None else "dynamicgate"
-        shipped = files("dg_lightning.configs").joinpath(f"{dataset}/{variant}.yaml")
-        config = yaml.safe_load(shipped.read_text())
-        config["seed_everything"] = seed
-        config["trainer"]["logger"]["init_args"]["save_dir"] = folder
+def run_with(dataset: str, budget: float | None, seed: int, options: list[str]) -> dict[str, float]:
+    """Train and test with a budget."""
+
+    def set_budget(config: dict[str, Any]) -> None:
         if budget is not None:
             controller = config["trainer"]["callbacks"][-1]
             assert controller["class_path"].endswith("BudgetController")
             controller["init_args"]["budget"] = budget
-        path = Path(folder, "config.yaml")
-        path.write_text(yaml.safe_dump(config))
-        options = [f"--config={path}", "--trainer.enable_progress_bar=false", *options]
-        for name in ("fit", "test"):
-            command = [sys.executable, "-m", "dg_lightning", name, *options]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-        last: dict[str, float] = {}
-        logs = sorted(Path(folder).rglob("metrics.csv"), key=lambda log: log.stat().st_mtime)
-        for log in logs:
-            for row in csv.DictReader(log.open()):
-                last |= {key: float(value) for key, value in row.items() if value}
-        return last
+
+    variant = "baseline" if budget is None else "dynamicgate"
+    return run(f"{dataset}/{variant}", seed, options, set_budget)
 
 
 def main() -> None:
@@ -69,7 +49,7 @@ def main() -> None:
         for dataset in arguments.datasets:
             jobs = {
                 budget: [
-                    pool.submit(run, dataset, budget, seed, options)
+                    pool.submit(run_with, dataset, budget, seed, options)
                     for seed in range(arguments.seeds)
                 ]
                 for budget in (None, *arguments.budgets)
@@ -77,17 +57,12 @@ def main() -> None:
             for budget, runs in jobs.items():
                 results = [job.result() for job in runs]
                 macs = [r["compute/macs"] / r["compute/macs_dense"] for r in results]
-                cells = [_figure(macs)]
+                cells = [figure(macs)]
                 cells += ["" if budget is None else f"{statistics.mean(macs) / budget - 1:+.2%}"]
                 for key in ("val/accuracy", "test/accuracy"):
-                    cells.append(_figure([r[key] for r in results]))
+                    cells.append(figure([r[key] for r in results]))
                 table.add_row(dataset, "dense" if budget is None else f"{budget:.0%}", *cells)
     Console().print(table)
-
-
-def _figure(values: list[float]) -> str:
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.2%} ± {spread:.2%}"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Rewiring(Sparse):
         structure: str,
         initial: Initial,
         masks: str | None,
-        seed: int,
+        seed: int | None,
         every_n_steps: int,
         drop_fraction: float,
         drop_shape: DropShape,

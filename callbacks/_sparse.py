@@ -58,7 +58,7 @@ class Sparse(pl.Callback):
         structure: str,
         initial: Initial,
         masks: str | None,
-        seed: int,
+        seed: int | None,
     ) -> None:
         for value in sparsity.values() if isinstance(sparsity, dict) else [sparsity]:
             if not 0 <= value < 1:
@@ -77,6 +77,7 @@ class Sparse(pl.Callback):
         self.masks = masks
         self.seed = seed
         self.connections: dict[str, Connections] = {}
+        self._seed: int | None = None
         self.changed_at = 0
         self._fits = False
         self._given: dict[str, Tensor] | None = None
@@ -149,6 +150,9 @@ class Sparse(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._seed is None:  # a resumed run goes on with its own
+            seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
+            self._seed = trainer.strategy.broadcast(seed)
         kept = {n: c for n, c in self.connections.items() if self._layers.get(n) is c.layer}
         self._fresh = self._saved is None and set(kept) != set(self._layers)
         if set(kept) != set(self._layers) or self._given is not None:
@@ -205,9 +209,13 @@ class Sparse(pl.Callback):
                     "them: if the model was sparse, take its masks along (`masks`, `use_masks`)."
                 )
             random = self.initial == "random"
-            generator = generator_for(self.seed, name, 0, weight.device) if random else None
+            generator = self.generator(name, 0, weight.device) if random else None
             masks[name] = initial_mask(weight, wanted[name], self.structure, generator)
         return masks
+
+    def generator(self, name: str, step: int, device: torch.device) -> torch.Generator:
+        """Return what draws for one layer at one step, alike on all processes."""
+        return generator_for(self._seed, name, step, device)
 
     def _densities(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         if isinstance(self.sparsity, dict):
@@ -296,13 +304,14 @@ class Sparse(pl.Callback):
         return {
             "connections": {name: c.state_dict() for name, c in self.connections.items()},
             "changed_at": self.changed_at,
+            "seed": self._seed,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._fits:
             self._saved = state_dict
-            self.changed_at = state_dict["changed_at"]
+            self.changed_at, self._seed = state_dict["changed_at"], state_dict["seed"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handles": [], "_mine": {}, "_unclean": {}}

@@ -56,7 +56,7 @@ class MagnitudePruning(Sparse):
         structure: str = "unstructured",
         masks: str | None = None,
     ) -> None:
-        super().__init__(sparsity, "uniform", layers, structure, "magnitude", masks, 0)
+        super().__init__(sparsity, "uniform", layers, structure, "magnitude", masks, None)
         if scope not in ("global", "layer"):
             raise ValueError(f"`scope` must be global or layer, got {scope!r}.")
         if scope == "global" and (isinstance(sparsity, dict) or structure != "unstructured"):

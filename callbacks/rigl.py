@@ -62,7 +62,7 @@ class RigL(Rewiring):
         initial: The first connections: drawn at `random`, or of the largest weights.
         masks: A checkpoint to take the first masks from: of this package, or pruned by
             torch.nn.utils.prune or Lightning's ModelPruning.
-        seed: Of what is drawn.
+        seed: Of what is drawn; the one of the whole run when None.
 
     | logged key | meaning |
     |---|---|
@@ -92,7 +92,7 @@ class RigL(Rewiring):
         skip_optimizer_step: bool = False,
         initial: Initial = "random",
         masks: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             sparsity,
@@ -121,6 +121,8 @@ class RigL(Rewiring):
         self._means: dict[str, Tensor] = {}
         self._scores: dict[Connections, Tensor] = {}
         self._open: OpenRates | None = None
+        if gate_aware == "no":
+            self.on_after_backward = None  # type: ignore[assignment, method-assign]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.rewiring import Connections, Distribution, generator_for
+from dg_lightning.rewiring import Connections, Distribution
 from dg_lightning.schedules import Duration
 
 from ._hooks import only_used_hooks
@@ -37,7 +37,7 @@ class SET(Rewiring):
         exclude_just_dropped: Whether what was just dropped may not grow again at once.
         initial: The first connections: drawn at `random`, or of the largest weights.
         masks: A checkpoint to take the first masks from, see `RigL`.
-        seed: Of what is drawn.
+        seed: Of what is drawn; the one of the whole run when None.
 
     | logged key | meaning |
     |---|---|
@@ -60,7 +60,7 @@ class SET(Rewiring):
         exclude_just_dropped: bool = False,
         initial: Initial = "random",
         masks: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             sparsity,
@@ -85,7 +85,7 @@ class SET(Rewiring):
         masks = {}
         for c in mine:
             keep = c.weight.detach().abs()
-            generator = generator_for(self.seed, c.name, step, keep.device)
+            generator = self.generator(c.name, step, keep.device)
             grow = torch.rand(keep.shape, generator=generator, device=keep.device)
             if all_finite([keep]):
                 masks[c] = self.rewire(step, c, keep, grow)

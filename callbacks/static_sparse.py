@@ -21,7 +21,7 @@ class StaticSparse(Sparse):
         structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
         initial: The connections: drawn at `random`, or of the largest weights.
         masks: A checkpoint to take the masks from, see `RigL`.
-        seed: Of what is drawn.
+        seed: Of what is drawn; the one of the whole run when None.
 
     | logged key | meaning |
     |---|---|
@@ -39,6 +39,6 @@ class StaticSparse(Sparse):
         structure: str = "unstructured",
         initial: Initial = "random",
         masks: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)

@@ -22,11 +22,13 @@ def parameter_slots(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[t
 def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) -> None:
     """Bring every slot of some weights to what it is for a weight that starts at 0.
 
+    `where` are their places in the flat weight.
+
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
     >>> weight.grad = torch.ones(2)
     >>> optimizer.step()
-    >>> reset_slots(optimizer, weight, torch.tensor([True, False]))
+    >>> reset_slots(optimizer, weight, where=torch.tensor([0]))
     >>> optimizer.state[weight]["momentum_buffer"].tolist()
     [0.0, 1.0]
     """
@@ -35,7 +37,7 @@ def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) ->
         return
     fresh = fresh_slots(optimizer, parameter)
     for name, slot in slots.items():
-        slot.masked_fill_(where, fresh.get(name, 0.0))
+        slot.view(-1).index_fill_(0, where, fresh.get(name, 0.0))
 
 
 def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:

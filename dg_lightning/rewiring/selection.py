@@ -6,32 +6,48 @@ from torch import Tensor
 __all__ = ["largest", "largest_in_rows"]
 
 
-def largest(scores: Tensor, count: int) -> Tensor:
+def largest(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     """Mark the `count` largest scores of a whole tensor; of equal ones the first win.
 
     No full sort: the smallest one that is in is found, then the scores are compared with it.
 
+    Args:
+        scores: Scores of any shape.
+        count: How many.
+        among: Which ones may be marked, bool; all when None.
+
     >>> largest(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
     """
-    total = scores.numel()
-    if not 0 <= count <= total:
-        raise ValueError(f"`count` must be from 0 to {total}, got {count}.")
+    allowed = scores.numel() if among is None else int(torch.count_nonzero(among))
+    if not 0 <= count <= allowed:
+        raise ValueError(f"`count` must be from 0 to {allowed}, got {count}.")
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    if count == total:
-        return torch.ones_like(scores, dtype=torch.bool)
-    last = _kth_largest(scores.flatten(), count)
-    mask = scores > last
-    missing = count - int(mask.sum())
-    ties = (scores == last).flatten().nonzero()[:missing, 0]
-    mask.view(-1)[ties] = True
+    if among is None:
+        last = _kth_largest(scores.flatten(), count)
+    elif 2 * allowed < scores.numel():
+        last = _kth_largest(scores[among], count)
+    else:
+        last = _kth_largest(scores.masked_fill(~among, -torch.inf).flatten(), count)
+    mask = scores >= last
+    if among is not None:
+        mask &= among
+    surplus = int(torch.count_nonzero(mask)) - count
+    if surplus:
+        ties = (mask & (scores == last)).flatten().nonzero()[:, 0]
+        mask.view(-1)[ties[len(ties) - surplus :]] = False
     return mask
 
 
 def _kth_largest(scores: Tensor, k: int) -> Tensor:
-    """Return the k-th largest of a flat tensor, by way of the shorter end."""
-    if 2 * k <= scores.numel():
+    """Return the k-th largest of a flat tensor."""
+    if not scores.is_cuda and scores.dtype in (torch.float32, torch.float64):
+        import numpy as np  # whose selection is five to twenty times as fast as torch's on a CPU
+
+        place = scores.numel() - k
+        return scores.new_tensor(np.partition(scores.numpy(), place)[place])
+    if 2 * k <= scores.numel():  # by way of the shorter end
         return scores.topk(k, sorted=False).values.amin()
     return scores.topk(scores.numel() - k + 1, largest=False, sorted=False).values.amax()
 

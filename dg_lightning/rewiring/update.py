@@ -48,23 +48,20 @@ def rewired(
     """
     structure = structure or Structure()
     old = structure.masks(mask)
-    total = int(old.sum())
+    total = int(torch.count_nonzero(old))
     dropped = int(drop_fraction * total + 1e-9)
     if exclude_just_dropped:
         dropped = min(dropped, old.numel() - total)
     if dropped == 0:
         return mask.clone()
-    kept_score = structure.groups(keep_scores).masked_fill(~old, -torch.inf)
-    kept = largest(kept_score, total - dropped)
+    keep, grow = structure.groups(keep_scores), structure.groups(grow_scores)
+    kept = largest(keep, total - dropped, among=old)
     candidates = ~(old if exclude_just_dropped else kept)
-    growing = structure.groups(grow_scores).masked_fill(~candidates, -torch.inf)
     if len(old) == 1:
-        grown = largest(growing, dropped)
-    else:
-        grown = largest_in_rows(growing, old.sum(-1) - kept.sum(-1))
-        if exclude_just_dropped:  # a group may have fewer candidates than it has lost
-            grown &= candidates
-            lost = old.sum(-1) - kept.sum(-1) - grown.sum(-1)
-            back = structure.groups(keep_scores).masked_fill(~(old & ~kept), -torch.inf)
-            grown |= largest_in_rows(back, lost)
+        return structure.ungroup(kept | largest(grow, dropped, among=candidates), mask)
+    lost = old.sum(-1) - kept.sum(-1)
+    grown = largest_in_rows(grow.masked_fill(~candidates, -torch.inf), lost) & candidates
+    if exclude_just_dropped:  # a group may have fewer candidates than it has lost
+        back = keep.masked_fill(~(old & ~kept), -torch.inf)
+        grown |= largest_in_rows(back, lost - grown.sum(-1))
     return structure.ungroup(kept | grown, mask)

@@ -1,0 +1,167 @@
+"""What RigL costs: a training step with it against the dense one, one large update, memory.
+
+    python benchmarks/rewiring.py
+    python benchmarks/rewiring.py --device cuda
+
+The step: one training of 3072-1024-512-10 with Lightning's Trainer, in which RigL with its default
+interval comes and goes in blocks of steps, so that a slow spell of the machine hits both; every
+block with it holds one update. The update: a layer of 10,000 x 10,000 weights under Adam.
+"""
+
+import argparse
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from callback_overhead import Repeated
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dg_lightning import GatedClassifier
+from dg_lightning.callbacks import RigL
+from dg_lightning.rewiring import Connections, initial_mask, rewired
+from dg_lightning.rewiring.connections import generator_for
+from dg_lightning.rewiring.structures import Structure
+
+BLOCK = 100  # steps: the default interval
+TOTAL = 100_000
+
+
+class Switch(pl.Callback):
+    """Lets RigL act in every second block of steps, and times the blocks."""
+
+    def __init__(self, rigl: RigL, rounds: int) -> None:
+        self.rigl = rigl
+        self.left = 2 * (rounds + 1)
+        self.seconds: dict[str, list[float]] = {"dense": [], "RigL": []}
+        self.started = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember which layers RigL has."""
+        self.mine = dict(self.rigl._mine)
+        self.now = "RigL"
+        self.started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Take the time of a block that ends, and begin the next one."""
+        # An update is made after a step whose number the interval divides: the block's last.
+        if trainer.global_step % BLOCK:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[self.now].append((time.perf_counter() - self.started) / BLOCK)
+        self.left -= 1
+        trainer.should_stop = self.left == 0
+        (optimizer,) = trainer.optimizers
+        if self.now == "RigL":
+            self.now = "dense"
+            self.rigl._mine = {key: [] for key in self.mine}
+            trainer.callbacks = [c for c in trainer.callbacks if c is not self.rigl]  # type: ignore[attr-defined]
+        else:
+            self.now = "RigL"
+            self.rigl._mine = self.mine
+            trainer.callbacks = [self.rigl, *trainer.callbacks]  # type: ignore[attr-defined]
+            for c in self.mine[optimizer]:
+                c.clean(optimizer)
+        self.started = time.perf_counter()
+
+
+def step(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return the median seconds of a dense step and of one with RigL."""
+    torch.manual_seed(0)
+    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [1024, 512]}}
+    # Fused: the plain Adam of torch takes the square root of zeros, for which Intel's library needs
+    # 20 times as long as for other numbers.
+    adam: Any = {"class_path": "torch.optim.AdamW", "init_args": {"fused": not arguments.plain}}
+    model = GatedClassifier(net, input_shape=[3072], num_classes=10, optimizer=adam)
+    batch = (
+        torch.randn(arguments.batch, 3072, device=arguments.device),
+        torch.randint(10, (arguments.batch,), device=arguments.device),
+    )
+    rigl = RigL(0.9)
+    switch = Switch(rigl, arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            accelerator=arguments.device,
+            devices=1,
+            max_steps=TOTAL,
+            callbacks=[rigl, switch],
+            logger=CSVLogger(folder),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, Repeated(batch))
+    medians = {name: statistics.median(times[1:]) for name, times in switch.seconds.items()}
+    return medians["dense"], medians["RigL"]
+
+
+def update(device: str, side: int) -> tuple[float, float]:
+    """Return the seconds of one update of a large layer, and the bytes a weight between updates."""
+    layer = nn.Linear(side, side, bias=False, device=device)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer.weight.grad = torch.randn_like(layer.weight)
+    optimizer.step()
+    generator = generator_for(0, "layer", 0, layer.weight.device)
+    mask = initial_mask(layer.weight, 0.1, Structure(), generator)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    held = mask
+    del mask
+    connections = Connections("layer", layer, held)
+    del held
+    if device == "cuda":
+        taken = torch.cuda.memory_allocated() - before
+        taken += connections.mask.numel()  # the mask that it was made from is gone
+    else:
+        taken = sum(v.nbytes for v in vars(connections).values() if isinstance(v, Tensor))
+        taken -= connections.weight.nbytes
+    times = []
+    for _ in range(6):
+        gradient = torch.randn_like(layer.weight)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        new = rewired(connections.mask, layer.weight.detach().abs(), gradient.abs(), 0.3)
+        connections.change(new, optimizer)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        assert int(connections.mask.sum()) == round(0.1 * side * side)
+    return statistics.median(times[1:]), taken / layer.weight.numel()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--side", type=int, help="of the large layer; 10,000 on a GPU, else 2,000")
+    parser.add_argument("--plain", action="store_true", help="AdamW that is not fused")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    side = arguments.side or (10_000 if arguments.device == "cuda" else 2_000)
+    dense, sparse = step(arguments)
+    seconds, taken = update(arguments.device, side)
+    table = Table(title=f"RigL, 90 % sparse, {arguments.device}, batch {arguments.batch}")
+    for column in ("what", "measured", "at most"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    table.add_row("dense step, ms", f"{dense * 1e3:.3f}", "")
+    table.add_row("step with RigL, ms", f"{sparse * 1e3:.3f}", "")
+    table.add_row("ratio", f"{sparse / dense:.3f}", "1.03")
+    bar = "50" if side == 10_000 and arguments.device == "cuda" else ""
+    table.add_row(f"update of {side**2:,} weights, ms", f"{seconds * 1e3:.1f}", bar)
+    table.add_row("bytes a weight between updates", f"{taken:.4f}", "1")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
