@@ -111,17 +111,10 @@ def update(device: str, side: int) -> tuple[float, float]:
     optimizer.step()
     generator = generator_for(0, "layer", 0, layer.weight.device)
     mask = initial_mask(layer.weight, 0.1, Structure(), generator)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    held = mask
-    del mask
-    connections = Connections("layer", layer, held)
-    del held
-    if device == "cuda":
-        taken = torch.cuda.memory_allocated() - before
-        taken += connections.mask.numel()  # the mask that it was made from is gone
-    else:
-        taken = sum(v.nbytes for v in vars(connections).values() if isinstance(v, Tensor))
-        taken -= connections.weight.nbytes
+    connections = Connections("layer", layer, mask)
+    held = [v for v in vars(connections).values() if isinstance(v, Tensor)]
+    # A view of the mask is not held twice.
+    taken = sum({v.data_ptr(): v.nbytes for v in held if v is not connections.weight}.values())
     times = []
     for _ in range(6):
         gradient = torch.randn_like(layer.weight)

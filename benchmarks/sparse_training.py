@@ -92,6 +92,7 @@ def main() -> None:
             cells = [figure([r[f"{part}/accuracy"] for r in results]) for part in ("val", "test")]
             cells.append(figure([r["compute/macs"] / r["compute/macs_dense"] for r in results]))
             table.add_row(config, variant, *cells)
+            print(config, variant, *cells, sep=" | ", flush=True)  # a table takes long to fill
     Console().print(table)
 
 

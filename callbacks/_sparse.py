@@ -234,6 +234,7 @@ class Sparse(pl.Callback):
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
         self.prepare(Clock.of(trainer))
+        self._logged_at = -1
         self._pending: int | None = None
         self._unclean: dict[Optimizer, bool] = {}
         self._mine: dict[Optimizer, list[Connections]] = {}
@@ -288,7 +289,9 @@ class Sparse(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if logs_now(trainer):
+        # Figures are new after a change only, and an epoch forgets what was logged before it.
+        if batch_idx == 0 or (self._logged_at != self.changed_at and logs_now(trainer)):
+            self._logged_at = self.changed_at
             for name, c in self.connections.items():
                 for key, value in c.figures().items():
                     pl_module.log(f"rewire/{key}/{name}", value)

@@ -19,6 +19,19 @@ from dg_lightning.callbacks import (
 )
 
 
+class Again:
+    """A loader that gives one batch many times."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 2000
+
+    def __iter__(self) -> Any:
+        return iter([self.batch] * len(self))
+
+
 class NoWaiting(pl.Callback):
     """Lets every operation that waits for the GPU fail, from one step to another."""
 
@@ -64,7 +77,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Any, kind: str, controlled: bool) -
     batch = (torch.randn(8, 20, device="cuda"), torch.randint(4, (8,), device="cuda"))
     model = GatedClassifier(net, input_shape=[20], num_classes=4)
     try:
-        trainer.fit(model, [batch] * 2000)
+        trainer.fit(model, Again(batch))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.global_step == 40
