@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -51,19 +50,19 @@ class Rewiring(Sparse):
         self.exclude_just_dropped = exclude_just_dropped
 
     @override
-    def prepare(self, clock: Clock) -> None:
+    def prepare(self, clock: Clock) -> str | None:
         self._until = clock.steps(self.until)
-        if self._until <= self.every_n_steps and clock.total_steps > 1:
-            rank_zero_warn(
-                f"{type(self).__name__} never rewires: its interval is {self.every_n_steps} steps, "
-                f"and it stops before step {self._until} of {clock.total_steps}; lower "
-                "`every_n_steps` or raise `until`."
-            )
         end = self.drop_fraction if self.drop_shape == "constant" else 0.0
         shape = "linear" if self.drop_shape == "constant" else self.drop_shape
-        self._fraction_at = Schedule(
-            self.drop_fraction, end, shape, until=max(self._until, 1)
-        ).resolve(clock)
+        schedule = Schedule(self.drop_fraction, end, shape, until=max(self._until, 1))
+        self._fraction_at = schedule.resolve(clock)
+        if self._until > self.every_n_steps:
+            return None
+        return (
+            f"{type(self).__name__} never rewires: its interval is {self.every_n_steps} steps, and "
+            f"it stops before step {self._until} of {clock.total_steps}; lower `every_n_steps` or "
+            "raise `until`."
+        )
 
     @override
     def changes_after(self, step: int) -> bool:

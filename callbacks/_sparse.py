@@ -105,8 +105,9 @@ class Sparse(pl.Callback):
     def see_gradients(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
         """Look at the dense gradients of layers, before they are masked."""
 
-    def prepare(self, clock: Clock) -> None:
-        """Resolve durations, when training starts."""
+    def prepare(self, clock: Clock) -> str | None:
+        """Resolve durations, when training starts; return what is to be warned of."""
+        return None
 
     # Where masks come from.
 
@@ -153,30 +154,31 @@ class Sparse(pl.Callback):
         if self._seed is None:  # a resumed run goes on with its own
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
-        kept = {n: c for n, c in self.connections.items() if self._layers.get(n) is c.layer}
-        self._fresh = self._saved is None and set(kept) != set(self._layers)
-        if set(kept) != set(self._layers) or self._given is not None:
-            masks = self._first_masks()
+        same = {n: c.layer for n, c in self.connections.items()} == self._layers
+        self._fresh = self._saved is None and not same
+        if self._saved is not None or self._given is not None or not same:
+            masks = self._first_masks() if self._saved is None else self._masks_of(self._saved)
             self.connections = {
                 name: Connections(name, layer, masks[name], self.structure)
                 for name, layer in self._layers.items()
             }
         if self._saved is not None:
-            self._restore(self._saved)
+            for name, state in self._saved["connections"].items():
+                self.connections[name].load_state_dict(state)
             self._saved = None
         for c in self.connections.values():
             c.move()
         mask_averages(pl_module, trainer, self.connections.values())
         refuse_different_masks(trainer, self.connections.values())
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        if set(saved["connections"]) != set(self.connections):
+    def _masks_of(self, saved: dict[str, Any]) -> dict[str, Tensor]:
+        masks = saved_masks({"callbacks": {self.state_key: saved}})
+        if set(masks) != set(self._layers):
             raise RuntimeError(
-                f"The checkpoint has masks of {', '.join(saved['connections'])}, this run makes "
-                f"{', '.join(self.connections)} sparse: give the same layers."
+                f"The checkpoint has masks of {', '.join(masks)}, this run makes "
+                f"{', '.join(self._layers)} sparse: give the same layers."
             )
-        for name, state in saved["connections"].items():
-            self.connections[name].load_state_dict(state)
+        return masks
 
     def _first_masks(self) -> dict[str, Tensor]:
         given, self._given = self._given, None
@@ -233,7 +235,9 @@ class Sparse(pl.Callback):
                 f"Training goes on at step {trainer.global_step} without masks of "
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
-        self.prepare(Clock.of(trainer))
+        warning = self.prepare(Clock.of(trainer))
+        if warning is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn(warning)
         self._logged_at = -1
         self._pending: int | None = None
         self._unclean: dict[Optimizer, bool] = {}

@@ -83,7 +83,7 @@ class MagnitudePruning(Sparse):
         return {n: torch.ones_like(w, dtype=torch.bool) for n, w in weights.items()}
 
     @override
-    def prepare(self, clock: Clock) -> None:
+    def prepare(self, clock: Clock) -> str | None:
         self._begin = clock.steps(self.begin)
         self._until = self._begin if self.until is None else clock.steps(self.until)
         if self._until < self._begin:
@@ -91,11 +91,12 @@ class MagnitudePruning(Sparse):
                 f"`until` must not be before `begin`, got {self.until!r} (step {self._until}) and "
                 f"{self.begin!r} (step {self._begin})."
             )
-        if self._until >= clock.total_steps > 1:
-            rank_zero_warn(
-                f"MagnitudePruning ends at step {self._until} of {clock.total_steps}: there are no "
-                "steps left to fine-tune; begin earlier, or train longer."
-            )
+        if self._until < clock.total_steps:
+            return None
+        return (
+            f"MagnitudePruning ends at step {self._until} of {clock.total_steps}: there are no "
+            "steps left to fine-tune; begin earlier, or train longer."
+        )
 
     @override
     def changes_after(self, step: int) -> bool:

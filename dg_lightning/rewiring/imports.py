@@ -14,7 +14,6 @@ from .connections import unpacked
 __all__ = ["announce_masks", "import_pruned", "masks_of_pruned", "saved_masks"]
 
 STATE = "connections"  # where a callback's state has its layers
-_ORIGINAL, _MASK = "weight_orig", "weight_mask"
 
 
 def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
@@ -33,7 +32,7 @@ def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
     return {
         plain_name(name): mask != 0
         for name, child in module.named_modules()
-        if (mask := dict(child.named_buffers(recurse=False)).get(_MASK)) is not None
+        if (mask := dict(child.named_buffers(recurse=False)).get("weight_mask")) is not None
     }
 
 
@@ -59,11 +58,13 @@ def import_pruned(
     masks: dict[str, Tensor] = {}
     for key, value in state.items():
         layer, _, kind = key.rpartition(".")
-        if kind == _ORIGINAL:
-            mask = state[f"{layer}.{_MASK}"]
-            masks[plain_name(layer)] = mask != 0
-            weights[f"{layer}.weight"] = value * mask
-        elif kind != _MASK:
+        if kind.endswith("_orig"):  # biases can be pruned too
+            plain = kind.removesuffix("_orig")
+            mask = state[f"{layer}.{plain}_mask"]
+            weights[f"{layer}.{plain}"] = value * mask
+            if plain == "weight":
+                masks[plain_name(layer)] = mask != 0
+        elif not kind.endswith("_mask") or f"{key.removesuffix('_mask')}_orig" not in state:
             weights[key] = value
             if zeros and kind == "weight" and value.ndim > 1 and bool((value == 0).any()):
                 masks[plain_name(layer)] = value != 0

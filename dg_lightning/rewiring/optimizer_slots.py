@@ -1,8 +1,7 @@
 """What an optimizer keeps for each weight, and how it starts anew for some of them."""
 
-from collections import OrderedDict, defaultdict
+import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +45,16 @@ def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, floa
     Asked of the optimizer itself, because not all of them are 0: Adagrad starts with
     `initial_accumulator_value`, Rprop with a step size.
     """
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device))
     weight.grad = torch.zeros_like(weight)
-    trial: Any = object.__new__(type(optimizer))
-    trial.__dict__.update(optimizer.__dict__)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [weight]}]
-    trial._optimizer_step_pre_hooks = OrderedDict()
-    trial._optimizer_step_post_hooks = OrderedDict()
+    try:
+        trial = type(optimizer)([weight], **options)
+    except TypeError:
+        return {}  # it needs more than its defaults to be built; slots almost always start at 0
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    trial.param_groups[0] |= {key: value for key, value in group.items() if key != "params"}
     with torch.enable_grad():
-        type(optimizer).step(trial)
+        trial.step()
     return {name: float(value.flatten()[0]) for name, value in parameter_slots(trial, weight)}

@@ -19,6 +19,7 @@ def largest(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     >>> largest(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
     """
+    scores = scores.detach()
     allowed = scores.numel() if among is None else int(torch.count_nonzero(among))
     if not 0 <= count <= allowed:
         raise ValueError(f"`count` must be from 0 to {allowed}, got {count}.")

@@ -36,6 +36,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ExactResume": {},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
+    "MagnitudePruning": {"sparsity": 0.5, "begin": 4, "layers": ["*3"]},
+    "RigL": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*1.linear"], "gate_aware": "grow"},
+    "SET": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*2.linear"]},
+    "StaticSparse": {"sparsity": 0.8},
     "TemperatureAnnealing": {},
     "ThresholdPhases": {},
 }
@@ -47,7 +51,7 @@ def make(name: str) -> Any:
 
 
 def together(pressing: str = "GatePenalty") -> list[Any]:
-    others = {"BudgetController", "GatePenalty"} - {pressing}
+    others = {"BudgetController", "GatePenalty", "StaticSparse"} - {pressing}
     return [make(name) for name in ARGUMENTS if name not in others]
 
 
@@ -113,7 +117,7 @@ def test_runs_alone_on_a_foreign_module_twice_and_logs_what_it_says(
         trainer.fit(model, data())
         assert trainer.global_step == 12
     keys = {key.split("/")[0] for key in trainer.callback_metrics}
-    assert keys <= {"loss", "val", "gates", "collapse"}
+    assert keys <= {"loss", "val", "gates", "collapse", "rewire"}
     trainer.fit_loop.epoch_loop.max_steps = 16  # the same Trainer goes on
     trainer.fit(model, data())
     assert trainer.global_step == 16
@@ -145,8 +149,12 @@ def test_a_module_without_gates_is_refused_where_gates_are_needed(
     model = Foreign()
     model.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     trainer = trainer_for([make(name)], tmp_path)
-    if name == "ExactResume":
+    if name in ("ExactResume", "StaticSparse"):
         trainer.fit(model, data())
+        return
+    if name in ("MagnitudePruning", "RigL", "SET"):
+        with pytest.raises(ValueError, match="No layer is named"):
+            trainer.fit(model, data())
         return
     with pytest.raises(ValueError, match="Foreign has no gate: build its layers with"):
         trainer.fit(model, data())

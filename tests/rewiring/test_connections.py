@@ -1,0 +1,206 @@
+"""One layer's connections, with real optimizers and without a Trainer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dg_lightning.rewiring import (
+    Connections,
+    Structure,
+    initial_mask,
+    parameter_slots,
+    reset_slots,
+    rewired,
+    sparse_layers,
+)
+from dg_lightning.rewiring.connections import generator_for, packed, unpacked
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.1, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.3),
+    "rprop": lambda p: torch.optim.Rprop(p, 0.1),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def random_mask(weight: Tensor, density: float, kind: str = "unstructured") -> Tensor:
+    generator = generator_for(0, "layer", 0, weight.device)
+    return initial_mask(weight, density, Structure(kind), generator)
+
+
+def dense_gradient(layer: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in layer.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@given(
+    st.sampled_from(list(OPTIMIZERS)),
+    st.sampled_from(["unstructured", "fan_in", "block:2", "2:4"]),
+    st.floats(0.1, 0.9),
+    st.floats(0.1, 1.0),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60)
+def test_missing_connections_stay_at_zero_and_new_ones_start_there(
+    name: str, kind: str, density: float, fraction: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer: Any = nn.Linear(8, 6)
+    optimizer = OPTIMIZERS[name](layer.parameters())
+    c = Connections("layer", layer, random_mask(layer.weight, density, kind), Structure(kind))
+    for step in range(4):
+        dense_gradient(layer, seed + step)
+        gradient = layer.weight.grad.clone()
+        c.mask_gradient()
+        optimizer.step()
+        assert c.is_clean(optimizer)
+        assert (layer.weight[~c.mask] == 0).all()
+        before = layer.weight.detach().clone()
+        slots = {n: s.clone() for n, s in parameter_slots(optimizer, layer.weight)}
+        old = c.mask.clone()
+        c.change(rewired(old, before.abs(), gradient.abs(), fraction, c.structure), optimizer)
+        kept, new = old & c.mask, c.mask & ~old
+        assert torch.equal(layer.weight[kept], before[kept])
+        assert (layer.weight[new] == 0).all()
+        assert (layer.weight[~c.mask] == 0).all()
+        for n, slot in parameter_slots(optimizer, layer.weight):
+            assert torch.equal(slot[kept], slots[n][kept]), n
+            if name not in ("adagrad", "rprop"):  # whose slots do not start at 0
+                assert (slot[~kept] == 0).all(), n
+        assert c.is_clean(optimizer)
+
+
+def test_slots_that_do_not_start_at_zero_start_where_the_optimizer_does() -> None:
+    for name, slot, value in (("adagrad", "sum", 0.3), ("rprop", "step_size", 0.1)):
+        layer: Any = nn.Linear(3, 2, bias=False)
+        optimizer = OPTIMIZERS[name](layer.parameters())
+        for seed in range(3):
+            dense_gradient(layer, seed)
+            optimizer.step()
+        reset_slots(optimizer, layer.weight, torch.tensor([1, 4]))
+        state = optimizer.state[layer.weight][slot].flatten()
+        assert state[[1, 4]].tolist() == pytest.approx([value, value])
+        assert (state[[0, 2, 3, 5]] != value).all()
+
+
+@each_optimizer
+def test_a_full_mask_trains_bit_for_bit_as_no_mask(name: str) -> None:
+    ends = []
+    for masked in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 6)
+        optimizer = OPTIMIZERS[name](layer.parameters())
+        mask = torch.ones(6, 8, dtype=torch.bool)
+        c = Connections("layer", layer, mask)
+        c.full = False  # the masking itself must not change anything
+        for step in range(5):
+            dense_gradient(layer, step)
+            if masked:
+                c.mask_gradient()
+            optimizer.step()
+        ends.append(layer.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+class Mixing(torch.optim.SGD):
+    """An optimizer that does not work weight by weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.mean())
+
+
+def test_an_optimizer_that_mixes_weights_is_found_out_and_cleaned_up_after() -> None:
+    layer = nn.Linear(8, 6)
+    optimizer = Mixing(layer.parameters(), 0.1, momentum=0.9)
+    c = Connections("layer", layer, random_mask(layer.weight, 0.3))
+    dense_gradient(layer, 0)
+    c.mask_gradient()
+    optimizer.step()
+    assert not c.is_clean(optimizer)
+    c.clean(optimizer)
+    assert c.is_clean(optimizer)
+    assert (layer.weight[~c.mask] == 0).all()
+
+
+def test_figures_are_those_counted_by_hand() -> None:
+    layer = nn.Linear(4, 3)
+    first = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    c = Connections("layer", layer, first)
+    assert {k: float(v) for k, v in c.figures().items()} == {
+        "density": 0.25,
+        "churn": 0,
+        "itop": 0.25,
+        "dead_inputs": 2,
+        "dead_outputs": 1,
+    }
+    second = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
+    c.change(second, None)
+    c.change(first, None)
+    figures = {k: float(v) for k, v in c.figures().items()}
+    assert figures["itop"] == pytest.approx(4 / 12)
+    assert figures["churn"] == pytest.approx(1 / 3)
+
+
+def test_the_explored_share_of_a_large_layer_is_close_to_the_exact_one() -> None:
+    layer = nn.Linear(1024, 512)
+    seen = mask = random_mask(layer.weight, 0.1)
+    c = Connections("layer", layer, mask)
+    for step in range(3):
+        generator = generator_for(step, "next", 1, layer.weight.device)
+        mask = initial_mask(layer.weight, 0.1, Structure(), generator)
+        seen = seen | mask
+        c.change(mask, None)
+    assert float(c.figures()["itop"]) == pytest.approx(float(seen.float().mean()), abs=0.01)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30))
+def test_masks_are_packed_and_unpacked(values: list[bool]) -> None:
+    mask = torch.tensor(values)
+    assert torch.equal(unpacked(packed(mask), mask.shape), mask)
+    assert len(packed(mask)) == -(-len(values) // 8)
+
+
+def test_state_brings_mask_and_history_back() -> None:
+    torch.manual_seed(0)
+    layer, other = nn.Linear(16, 8), nn.Linear(16, 8)
+    c = Connections("layer", layer, random_mask(layer.weight, 0.2))
+    c.change(rewired(c.mask, layer.weight.abs(), torch.rand(8, 16), 0.5), None)
+    again = Connections("layer", other, torch.ones(8, 16, dtype=torch.bool))
+    again.load_state_dict(c.state_dict())
+    assert torch.equal(again.mask, c.mask)
+    assert again.checksum() == c.checksum()
+    assert {k: float(v) for k, v in again.figures().items()} == {
+        k: float(v) for k, v in c.figures().items()
+    }
+    assert (other.weight[~c.mask] == 0).all()
+    assert not again.full
+
+
+def test_layers_are_found_once_and_a_weight_that_is_no_parameter_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 1), nn.Embedding(3, 4))
+    net.append(nn.Linear(4, 4))
+    net[4].weight = net[0].weight  # tied
+    assert list(sparse_layers(net, None, set())) == ["0", "2"]
+    assert list(sparse_layers(net, ["2"], set())) == ["2"]
+    with pytest.raises(ValueError, match="No layer is named 'x'; there are 0, 2"):
+        sparse_layers(net, ["x"], set())
+    nn.utils.parametrizations.weight_norm(net[0])
+    with pytest.raises(ValueError, match="The weight of 0 is not a plain parameter"):
+        sparse_layers(net, None, set())
+    with pytest.raises(ValueError, match="There is no layer to make sparse in LayerNorm"):
+        sparse_layers(nn.LayerNorm(2), None, set())
