@@ -44,8 +44,7 @@ class Switch(pl.Callback):
         self.started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember which layers RigL has."""
-        self.mine = dict(self.rigl._mine)
+        """Begin with RigL."""
         self.now = "RigL"
         self.started = time.perf_counter()
 
@@ -60,15 +59,14 @@ class Switch(pl.Callback):
         self.left -= 1
         trainer.should_stop = self.left == 0
         (optimizer,) = trainer.optimizers
+        others = [c for c in trainer.callbacks if c is not self.rigl]  # type: ignore[attr-defined]
         if self.now == "RigL":
             self.now = "dense"
-            self.rigl._mine = {key: [] for key in self.mine}
-            trainer.callbacks = [c for c in trainer.callbacks if c is not self.rigl]  # type: ignore[attr-defined]
+            trainer.callbacks = others  # type: ignore[attr-defined]
         else:
             self.now = "RigL"
-            self.rigl._mine = self.mine
-            trainer.callbacks = [self.rigl, *trainer.callbacks]  # type: ignore[attr-defined]
-            for c in self.mine[optimizer]:
+            trainer.callbacks = [self.rigl, *others]  # type: ignore[attr-defined]
+            for c in self.rigl.connections.values():
                 c.clean(optimizer)
         self.started = time.perf_counter()
 

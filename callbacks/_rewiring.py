@@ -65,8 +65,8 @@ class Rewiring(Sparse):
         )
 
     @override
-    def changes_after(self, step: int) -> bool:
-        due = step // self.every_n_steps > self.changed_at // self.every_n_steps
+    def changes_after(self, step: int, last: int) -> bool:
+        due = step // self.every_n_steps > last // self.every_n_steps
         return due and step < self._until
 
     def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What the sparse callbacks share: masks that hold in every step, change, travel and agree."""
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from dg_lightning.averaging import mask_averages
 from dg_lightning.compute import inside_gates
 from dg_lightning.protocol import by_pattern, connection_mask
 from dg_lightning.rewiring import (
+    WEIGHT_BY_WEIGHT,
     Connections,
     Distribution,
     Structure,
@@ -22,13 +23,13 @@ from dg_lightning.rewiring import (
     densities,
     generator_for,
     import_pruned,
-    initial_mask,
     saved_masks,
     sparse_layers,
 )
 from dg_lightning.schedules import Clock
 
 from ._agreement import refuse_different_masks, refuse_sharded_parameters
+from ._first_masks import checked, drawn
 from ._pressure import logs_now
 
 __all__ = ["Initial", "Sparse", "all_finite"]
@@ -45,10 +46,12 @@ def all_finite(values: Iterable[Tensor]) -> bool:
 class Sparse(pl.Callback):
     """Keeps the weights of missing connections, and what the optimizer knows of them, at 0.
 
-    Gradients are masked before the optimizer's step, which then leaves missing connections at 0.
-    An optimizer that does not work weight by weight is found out, and cleaned up after. A subclass
-    says when connections change (`changes_after`) and how (`new_masks`).
+    Gradients are masked before the optimizer's step, which then leaves missing connections at 0:
+    those of torch that work weight by weight do. After all others it is cleaned up. A subclass says
+    when connections change (`changes_after`) and how (`new_masks`).
     """
+
+    puts_off = False  # whether a change that a step did not allow is made after the next one
 
     def __init__(
         self,
@@ -78,11 +81,17 @@ class Sparse(pl.Callback):
         self.seed = seed
         self.connections: dict[str, Connections] = {}
         self._seed: int | None = None
-        self.changed_at = 0
         self._fits = False
         self._given: dict[str, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
+        self._fresh = False
+        self._layers: dict[str, Any] = {}
         self._handles: list[Any] = []
+        # By optimizer: how many parameters it has, and which of them are ours.
+        self._mine: dict[Optimizer, tuple[int, list[Connections]]] = {}
+        self._due: list[Connections] = []
+        self._step = 0
+        self._logged_at = -1
 
     @cached_property  # Lightning asks for it at every hook
     @override
@@ -92,18 +101,29 @@ class Sparse(pl.Callback):
 
     # What a subclass says.
 
-    def changes_after(self, step: int) -> bool:
-        """Tell whether connections change after this optimizer step, counted from 1."""
+    def changes_after(self, step: int, last: int) -> bool:
+        """Tell whether a layer changes after this optimizer step, counted from 1.
+
+        `last` is the one after which it changed before. A layer is stepped by its own optimizer,
+        and with several of those it sees some of the steps only.
+        """
         return False
 
     def new_masks(
-        self, trainer: Any, step: int, mine: list[Connections]
+        self, trainer: Any, step: int, due: list[Connections]
     ) -> dict[Connections, Tensor]:
         """Return the new masks of layers, after the optimizer's step."""
         return {}
 
-    def see_gradients(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
+    def see_gradients(
+        self, trainer: Any, optimizer: Optimizer, mine: list[Connections], due: list[Connections]
+    ) -> None:
         """Look at the dense gradients of layers, before they are masked."""
+
+    def start_anew(self) -> None:
+        """Forget an earlier training."""
+        for c in self.connections.values():
+            c.changed_at = 0
 
     def prepare(self, clock: Clock) -> str | None:
         """Resolve durations, when training starts; return what is to be warned of."""
@@ -123,7 +143,7 @@ class Sparse(pl.Callback):
         refuse_sharded_parameters(type(self).__name__, trainer, pl_module)
         self._layers = self._find_layers(pl_module)
         for name, layer in self._layers.items():
-            self.structure.refuse_if_unfit(name, layer.weight)
+            self.structure.refuse_if_unfit(name, layer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if other is not self and isinstance(other, Sparse):
                 shared = set(self._layers) & set(other._find_layers(pl_module))
@@ -154,20 +174,21 @@ class Sparse(pl.Callback):
         if self._seed is None:  # a resumed run goes on with its own
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
+        saved, given = self._saved, self._given
+        self._saved = self._given = None
         same = {n: c.layer for n, c in self.connections.items()} == self._layers
-        self._fresh = self._saved is None and not same
-        if self._saved is not None or self._given is not None or not same:
-            masks = self._first_masks() if self._saved is None else self._masks_of(self._saved)
+        self._fresh = saved is None and not same
+        if saved is not None or given is not None or not same:
+            masks = self._first_masks(given) if saved is None else self._masks_of(saved)
             self.connections = {
                 name: Connections(name, layer, masks[name], self.structure)
                 for name, layer in self._layers.items()
             }
-        if self._saved is not None:
-            for name, state in self._saved["connections"].items():
-                self.connections[name].load_state_dict(state)
-            self._saved = None
-        for c in self.connections.values():
+        for name, c in self.connections.items():
+            if saved is not None:
+                c.load_state_dict(saved["connections"][name])
             c.move()
+            c.apply()
         mask_averages(pl_module, trainer, self.connections.values())
         refuse_different_masks(trainer, self.connections.values())
 
@@ -180,46 +201,29 @@ class Sparse(pl.Callback):
             )
         return masks
 
-    def _first_masks(self) -> dict[str, Tensor]:
-        given, self._given = self._given, None
+    def _first_masks(self, given: dict[str, Tensor] | None) -> dict[str, Tensor]:
         if given is None and self.masks is not None:
             given = saved_masks(self.masks) or import_pruned(self.masks)[1]
         if given is None:
             given = {n: m for n, x in self._layers.items() if (m := connection_mask(x)) is not None}
             if given:
                 rank_zero_info(f"{type(self).__name__} goes on with the masks of the model.")
-        if not given:
-            return self._made_masks()
-        for name, layer in self._layers.items():
-            if name not in given or given[name].shape != layer.weight.shape:
-                had = f"of shape {tuple(given[name].shape)}" if name in given else "missing"
-                raise ValueError(
-                    f"The mask of {name} must have shape {tuple(layer.weight.shape)}, it is {had}; "
-                    f"there are masks of {', '.join(given)}."
-                )
-        return given
+        if given:
+            return checked(given, self._layers, self.structure)
+        return self.made_masks()
 
-    def _made_masks(self) -> dict[str, Tensor]:
-        weights: dict[str, Any] = {n: layer.weight for n, layer in self._layers.items()}
-        wanted = self._densities(weights)
-        masks = {}
-        for name, weight in weights.items():
-            zeros = float((weight == 0).float().mean())
-            if zeros > (1 - wanted[name]) / 2 and zeros > 0.01:
-                rank_zero_warn(
-                    f"{zeros:.0%} of the weights of {name} are 0 already, and there is no mask of "
-                    "them: if the model was sparse, take its masks along (`masks`, `use_masks`)."
-                )
-            random = self.initial == "random"
-            generator = self.generator(name, 0, weight.device) if random else None
-            masks[name] = initial_mask(weight, wanted[name], self.structure, generator)
-        return masks
+    def made_masks(self) -> dict[str, Tensor]:
+        """Return the first masks of a model that has none."""
+        wanted = self.densities({n: layer.weight for n, layer in self._layers.items()})
+        draws = partial(self.generator, step=0) if self.initial == "random" else None
+        return drawn(self._layers, wanted, self.structure, draws)
 
-    def generator(self, name: str, step: int, device: torch.device) -> torch.Generator:
+    def generator(self, name: str, device: torch.device, step: int) -> torch.Generator:
         """Return what draws for one layer at one step, alike on all processes."""
         return generator_for(self._seed, name, step, device)
 
-    def _densities(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    def densities(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the density of each layer."""
         if isinstance(self.sparsity, dict):
             values = by_pattern("sparsity", self.sparsity, weights, 0.0)
             return {name: 1 - value for name, value in zip(weights, values, strict=True)}
@@ -238,51 +242,68 @@ class Sparse(pl.Callback):
         warning = self.prepare(Clock.of(trainer))
         if warning is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(warning)
+        if trainer.global_step == 0:
+            self.start_anew()
         self._logged_at = -1
-        self._pending: int | None = None
-        self._unclean: dict[Optimizer, bool] = {}
-        self._mine: dict[Optimizer, list[Connections]] = {}
-        for optimizer in trainer.optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._mine[optimizer] = [c for c in self.connections.values() if id(c.weight) in held]
-            hook = self._after_step(trainer, pl_module)
-            self._handles.append(optimizer.register_step_post_hook(hook))
+        self._mine = {}
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        step = trainer.global_step + 1
-        mine = self._mine.get(optimizer, [])
-        self._pending = step if mine and self.changes_after(step) else None
-        self.see_gradients(trainer, optimizer, mine)
+        mine = self._layers_of(trainer, pl_module, optimizer)
+        self._step = trainer.global_step + 1
+        self._due = [c for c in mine if self.changes_after(self._step, c.changed_at)]
+        if not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
+            self._leave_out()
+        self.see_gradients(trainer, optimizer, mine, self._due)
         for c in mine:
             c.mask_gradient()
+
+    def _layers_of(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> list[Connections]:
+        """Return the layers that an optimizer steps, which may become more while it trains."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._mine.get(optimizer)
+        if known is None:
+            hook = optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
+            self._handles.append(hook)
+        if known is None or known[0] != count:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = [c for c in self.connections.values() if id(c.weight) in held]
+            self._mine[optimizer] = known = (count, mine)
+        return known[1]
+
+    def _leave_out(self) -> None:
+        """Make no change after this step."""
+        if not self.puts_off:
+            rank_zero_warn(
+                f"{type(self).__name__} leaves the update of step {self._step} out: a gradient is "
+                "not finite."
+            )
+            for c in self._due:
+                c.changed_at = self._step
+        self._due = []
 
     def _after_step(self, trainer: Any, pl_module: nn.Module) -> Any:
         """Return the hook that runs right after an optimizer's step, if the step is made at all."""
 
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            mine = self._mine[optimizer]
-            if optimizer not in self._unclean:
-                # Does it work weight by weight? One step tells.
-                self._unclean[optimizer] = not all(c.is_clean(optimizer) for c in mine)
-            if self._unclean[optimizer]:
-                for c in mine:
+            if type(optimizer) not in WEIGHT_BY_WEIGHT:
+                for c in self._mine[optimizer][1]:
                     c.clean(optimizer)
-            if self._pending is not None:
-                self._change(trainer, pl_module, optimizer, self._pending)
+            if self._due:
+                self._change(trainer, pl_module, optimizer)
 
         return hook
 
-    def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any, step: int) -> None:
-        self._pending, self.changed_at = None, step
-        masks = self.new_masks(trainer, step, self._mine[optimizer])
+    def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+        due, self._due = self._due, []
+        masks = self.new_masks(trainer, self._step, due)
         for c, mask in masks.items():
             c.change(mask, optimizer)
-        if masks:
-            mask_averages(pl_module, trainer, masks)
-            refuse_different_masks(trainer, masks)
+            c.changed_at = self._step
+        mask_averages(pl_module, trainer, masks)
+        refuse_different_masks(trainer, due)
 
     @override
     def on_train_batch_end(
@@ -294,31 +315,40 @@ class Sparse(pl.Callback):
         batch_idx: int,
     ) -> None:
         # Figures are new after a change only, and an epoch forgets what was logged before it.
-        if batch_idx == 0 or (self._logged_at != self.changed_at and logs_now(trainer)):
-            self._logged_at = self.changed_at
+        changed_at = max(c.changed_at for c in self.connections.values())
+        if batch_idx == 0 or (self._logged_at != changed_at and logs_now(trainer)):
+            self._logged_at = changed_at
             for name, c in self.connections.items():
                 for key, value in c.figures().items():
                     pl_module.log(f"rewire/{key}/{name}", value)
 
     @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._let_go()
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._mine, self._due = [], {}, []
 
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
             "connections": {name: c.state_dict() for name, c in self.connections.items()},
-            "changed_at": self.changed_at,
             "seed": self._seed,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._fits:
-            self._saved = state_dict
-            self.changed_at, self._seed = state_dict["changed_at"], state_dict["seed"]
+        # A search for a learning rate saves, and loads, what was there before training.
+        if self._fits and state_dict["connections"]:
+            self._saved, self._seed = state_dict, state_dict["seed"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": [], "_mine": {}, "_unclean": {}}
+        return {**self.__dict__, "_handles": [], "_mine": {}}

@@ -3,14 +3,17 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.averaging import mask_averages
 from dg_lightning.rewiring import Connections, largest, largest_mask
 from dg_lightning.schedules import Clock, Duration, check_duration
 
+from ._agreement import refuse_different_masks
 from ._hooks import only_used_hooks
 from ._sparse import Sparse, all_finite
 
@@ -64,6 +67,10 @@ class MagnitudePruning(Sparse):
                 "`scope: global` has one sparsity for all layers and no structure; write "
                 "`scope: layer`."
             )
+        if self.structure.density is not None and until is not None:
+            raise ValueError(
+                f"`structure={structure!r}` has its sparsity at once: leave `until` out."
+            )
         if every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
         check_duration("begin", begin)
@@ -74,13 +81,20 @@ class MagnitudePruning(Sparse):
         self.until = until
         self.every_n_steps = every_n_steps
 
+    puts_off = True
+
     @override
-    def _made_masks(self) -> dict[str, Tensor]:
-        weights: dict[str, Tensor] = {n: layer.weight for n, layer in self._layers.items()}
-        at_once = self.until is None or self.until == self.begin
-        if at_once and self.begin == 0:
-            return self._pruned({n: w.detach().abs() for n, w in weights.items()}, 1.0)
-        return {n: torch.ones_like(w, dtype=torch.bool) for n, w in weights.items()}
+    def made_masks(self) -> dict[str, Tensor]:
+        return {n: torch.ones_like(x.weight, dtype=torch.bool) for n, x in self._layers.items()}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._until == 0 and trainer.global_step == 0:  # before the first step
+            for c, mask in self.new_masks(trainer, 0, list(self.connections.values())).items():
+                c.change(mask, None)
+            mask_averages(pl_module, trainer, self.connections.values())
+            refuse_different_masks(trainer, self.connections.values())
 
     @override
     def prepare(self, clock: Clock) -> str | None:
@@ -99,13 +113,12 @@ class MagnitudePruning(Sparse):
         )
 
     @override
-    def changes_after(self, step: int) -> bool:
-        if step < self._begin or self.changed_at >= max(self._until, 1):
+    def changes_after(self, step: int, last: int) -> bool:
+        if step < self._begin or last >= self._until:
             return False
-        if step >= self._until:
-            return self._until > 0
-        first = self.changed_at < self._begin
-        return first or step - self.changed_at >= self.every_n_steps
+        if step >= self._until or last < self._begin:
+            return True
+        return step - last >= self.every_n_steps
 
     def progress(self, step: int) -> float:
         """Return the share of the final sparsity that a step has."""
@@ -116,18 +129,18 @@ class MagnitudePruning(Sparse):
     @override
     @torch.no_grad()
     def new_masks(
-        self, trainer: Any, step: int, mine: list[Connections]
+        self, trainer: Any, step: int, due: list[Connections]
     ) -> dict[Connections, Tensor]:
         # What is gone stays gone.
-        scores = {c.name: c.weight.detach().abs().masked_fill(~c.mask, -1) for c in mine}
+        scores = {c.name: c.weight.detach().abs().masked_fill(~c.mask, -1) for c in due}
         if not all_finite(scores.values()):
             return {}
         masks = self._pruned(scores, self.progress(step))
-        return {c: masks[c.name] & c.mask for c in mine}
+        return {c: masks[c.name] & c.mask for c in due}
 
     def _pruned(self, scores: Mapping[str, Tensor], progress: float) -> dict[str, Tensor]:
         if self.scope == "layer":
-            wanted = self._densities(scores)
+            wanted = self.densities(scores)
             return {
                 name: largest_mask(score, 1 - progress * (1 - wanted[name]), self.structure)
                 for name, score in scores.items()

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -139,44 +138,49 @@ class RigL(Rewiring):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Gradients add up over the micro-batches of a step, and so does what gates have closed.
-        if self._open is not None and self.changes_after(trainer.global_step + 1):
-            self._open.see()
+        # With several optimizers, a backward pass may serve the steps of all of them.
+        assert self._open is not None
+        coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(self._mine))
+        last = min(c.changed_at for c in self.connections.values())
+        if any(self.changes_after(step, last) for step in coming):
+            self._open.see(trainer.global_step)
 
     @override
     @torch.no_grad()
-    def see_gradients(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
-        self._scores = {}
+    def see_gradients(
+        self, trainer: Any, optimizer: Optimizer, mine: list[Connections], due: list[Connections]
+    ) -> None:
         if self.grow == "mean_gradient":
             self._follow(trainer, optimizer, mine)
-        if self._pending is None:
-            return
-        gradients = {c: c.weight.grad for c in mine if c.weight.grad is not None}
-        if not all_finite(gradients.values()):
-            rank_zero_warn(
-                f"{type(self).__name__} leaves the update of step {self._pending} out: a gradient "
-                "is not finite."
-            )
-            self.changed_at, self._pending, self._scores = self._pending, None, {}
-            return
-        for c, gradient in gradients.items():
-            score = gradient if self.grow == "gradient" else self._means[c.name]
-            self._scores[c] = score.abs()
-        if self.skip_optimizer_step:
+        self._scores = {}
+        for c in due:
+            if c.weight.grad is not None:
+                score = c.weight.grad if self.grow == "gradient" else self._means[c.name]
+                self._scores[c] = score.abs()
+        if due and self.skip_optimizer_step:
+            if self._unscales_itself(trainer, optimizer):
+                raise ValueError(
+                    "`skip_optimizer_step` needs an optimizer that is not fused, where a scaler "
+                    "looks after gradients: write fused=False, or leave it out."
+                )
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # which every optimizer passes over
 
+    @staticmethod
+    def _unscales_itself(trainer: Any, optimizer: Optimizer) -> bool:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        return scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+
     def _follow(self, trainer: Any, optimizer: Optimizer, mine: list[Connections]) -> None:
         """Follow the running mean of unscaled gradients."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # An optimizer that unscales by itself has not done so yet.
-        late = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        late = self._unscales_itself(trainer, optimizer)
         for c in mine:
             gradient = c.weight.grad
             if gradient is None:
                 continue
             if late:
-                gradient = gradient / scaler.get_scale()  # type: ignore[union-attr]
+                gradient = gradient / trainer.precision_plugin.scaler.get_scale()
             mean = self._means.setdefault(c.name, torch.zeros_like(gradient)).to(gradient.device)
             if all_finite([gradient]):
                 self._means[c.name] = mean.lerp_(gradient, 1 - self.mean_decay)
@@ -184,13 +188,12 @@ class RigL(Rewiring):
     @override
     @torch.no_grad()
     def new_masks(
-        self, trainer: Any, step: int, mine: list[Connections]
+        self, trainer: Any, step: int, due: list[Connections]
     ) -> dict[Connections, Tensor]:
         rates: dict[Any, Tensor] = {}
         if self._open is not None:
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
-            self._open.clear()
         masks = {}
         for c, grow in self._scores.items():
             keep = c.weight.detach().abs()
@@ -205,9 +208,18 @@ class RigL(Rewiring):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "means": {n: m.cpu() for n, m in self._means.items()}}
+        return {
+            **super().state_dict(),
+            "means": {n: m.cpu().clone() for n, m in self._means.items()},
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._means = dict(state_dict.get("means", {}))
+        if self._saved is not None:
+            self._means = dict(state_dict["means"])
+
+    @override
+    def start_anew(self) -> None:
+        super().start_anew()
+        self._means = {}

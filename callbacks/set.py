@@ -80,12 +80,12 @@ class SET(Rewiring):
     @override
     @torch.no_grad()
     def new_masks(
-        self, trainer: Any, step: int, mine: list[Connections]
+        self, trainer: Any, step: int, due: list[Connections]
     ) -> dict[Connections, Tensor]:
         masks = {}
-        for c in mine:
+        for c in due:
             keep = c.weight.detach().abs()
-            generator = self.generator(c.name, step, keep.device)
+            generator = self.generator(c.name, keep.device, step)
             grow = torch.rand(keep.shape, generator=generator, device=keep.device)
             if all_finite([keep]):
                 masks[c] = self.rewire(step, c, keep, grow)

@@ -51,30 +51,27 @@ def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[Connections]
     Once is enough: as long as a weight is 0 in the module, its average stays 0.
     """
     names = {child: name for name, child in module.named_modules()}
-    for copy in _copies(module, trainer):
+    for copy in _copies(trainer):
         for layer in layers:
             theirs: Any = copy.get_submodule(names[layer.layer])
             theirs.connection_mask = layer.mask
             theirs.weight.masked_fill_(~layer.mask.to(theirs.weight.device), 0)
 
 
-def _copies(module: nn.Module, trainer: Any) -> list[nn.Module]:
-    """Find copies of a module that callbacks hold: an `AveragedModel`, or Lightning's SWA."""
-    names = [name for name, _ in module.named_parameters()]
-    held = [value for callback in trainer.callbacks for value in vars(callback).values()]
-    found = [v.module if isinstance(v, AveragedModel) else v for v in held]
-    return [
-        v
-        for v in found
-        if isinstance(v, nn.Module)
-        and v is not module
-        and [name for name, _ in v.named_parameters()] == names
-    ]
+def _copies(trainer: Any) -> list[nn.Module]:
+    """Find the averages that callbacks hold: `AveragedModel`s, and the one of Lightning's SWA."""
+    swa = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+    averages = [average.module for average in _averages(trainer)]
+    return averages + [v for v in swa if isinstance(v, nn.Module) and not _is_average(v)]
+
+
+def _is_average(value: Any) -> bool:
+    return isinstance(value, AveragedModel)
 
 
 def _averages(trainer: Any) -> list[AveragedModel]:
     held = [value for callback in trainer.callbacks for value in vars(callback).values()]
-    return [value for value in held if isinstance(value, AveragedModel)]
+    return [value for value in held if _is_average(value)]
 
 
 def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:

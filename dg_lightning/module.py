@@ -21,7 +21,7 @@ from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers, release
-from dg_lightning.rewiring import announce_masks, saved_masks
+from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedClassifier"]
@@ -137,6 +137,13 @@ class GatedClassifier(pl.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        nobody_keeps_masks = not any(hasattr(c, "connections") for c in callbacks)
+        if stage == "fit" and nobody_keeps_masks and forget_masks(self):
+            rank_zero_warn(
+                "The model was sparse, and no callback of this training keeps it so: its missing "
+                "connections will come back; add StaticSparse, RigL or another."
+            )
         data = getattr(self.trainer, "datamodule", None)
         for name in ("num_classes", "input_shape"):
             own, theirs = self.hparams.get(name), getattr(data, name, None)

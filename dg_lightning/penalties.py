@@ -164,14 +164,15 @@ class MacsPrices:
             form[column, row] += share
         return form
 
-    def _masks(self) -> list[tuple[int, int] | None]:
-        """Return what tells one state of the masks from another, without looking at them."""
+    def _masks(self) -> list[tuple[Tensor | None, int]]:
+        """Return the masks, and how often each was changed."""
         masks = [connection_mask(m.linear) for m in self.maps]
-        return [None if mask is None else (id(mask), mask._version) for mask in masks]
+        return [(mask, 0 if mask is None else mask._version) for mask in masks]
 
     def _on(self, rates: Tensor) -> Tensor:
         masks = self._masks()
-        if masks != self._counted:  # rewiring has changed what a map costs
+        pairs = zip(masks, self._counted, strict=True)
+        if any(a[0] is not b[0] or a[1] != b[1] for a, b in pairs):  # rewired
             self._counted, self.form = masks, self._form()
         if self.form.device != rates.device or self.form.dtype != rates.dtype:
             self.form = self.form.to(rates.device, rates.dtype)

@@ -3,19 +3,27 @@
 from .connections import Connections, generator_for, initial_mask, sparse_layers
 from .densities import Distribution, densities
 from .gate_correction import OpenRates
-from .imports import announce_masks, import_pruned, masks_of_pruned, saved_masks
-from .optimizer_slots import parameter_slots, reset_slots
+from .imports import (
+    announce_masks,
+    forget_masks,
+    import_pruned,
+    masks_of_pruned,
+    saved_masks,
+)
+from .optimizer_slots import WEIGHT_BY_WEIGHT, parameter_slots, reset_slots
 from .selection import largest, largest_in_rows
 from .structures import Structure
 from .update import largest_mask, rewired
 
 __all__ = [
+    "WEIGHT_BY_WEIGHT",
     "Connections",
     "Distribution",
     "OpenRates",
     "Structure",
     "announce_masks",
     "densities",
+    "forget_masks",
     "generator_for",
     "import_pruned",
     "initial_mask",

@@ -26,16 +26,15 @@ class OpenRates:
     def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         wanted = set(layers.values())
         self.maps = [m for m in linear_maps(module) if m.linear in wanted and _gated(m)]
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was seen."""
+        self._step: int | None = None
         self._seen = 0
         self._sums: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
 
     @torch.no_grad()
-    def see(self) -> None:
-        """Take the gates of the last forward pass."""
+    def see(self, step: int) -> None:
+        """Take the gates of the last forward pass, one of those that this step is made of."""
+        if step != self._step:
+            self._step, self._seen, self._sums = step, 0, {}
         self._seen += 1
         for m in self.maps:
             ends = _open_rate(m.output_gate), _open_rate(m.input_gate)

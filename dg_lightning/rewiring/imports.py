@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.protocol import plain_name
+from dg_lightning.protocol import connection_mask, plain_name
 
 from .connections import unpacked
 
-__all__ = ["announce_masks", "import_pruned", "masks_of_pruned", "saved_masks"]
+__all__ = ["announce_masks", "forget_masks", "import_pruned", "masks_of_pruned", "saved_masks"]
 
 STATE = "connections"  # where a callback's state has its layers
 
@@ -90,9 +90,22 @@ def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Tell the layers of a module which connections they have, for the compute ledger."""
     for name, child in module.named_modules():
         mask = masks.get(plain_name(name))
-        if mask is not None:
+        if mask is None:
+            continue
+        announced = connection_mask(child)
+        if announced is not None and announced.shape == mask.shape:
+            announced.copy_(mask)  # a callback may hold it
+        else:
             weight: Any = child.weight
             child.connection_mask = mask.to(weight.device)
+
+
+def forget_masks(module: nn.Module) -> bool:
+    """Take back what layers were told of missing connections; return whether any was."""
+    told = [child for child in module.modules() if connection_mask(child) is not None]
+    for child in told:
+        del child.connection_mask
+    return bool(told)
 
 
 def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:

@@ -7,7 +7,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["fresh_slots", "parameter_slots", "reset_slots"]
+__all__ = ["WEIGHT_BY_WEIGHT", "parameter_slots", "reset_slots"]
+
+# Those that leave a weight of 0 alone whose gradient and slots are 0; a subclass may not.
+WEIGHT_BY_WEIGHT = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
 
 
 def parameter_slots(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
@@ -21,25 +39,25 @@ def parameter_slots(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[t
 def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) -> None:
     """Bring every slot of some weights to what it is for a weight that starts at 0.
 
-    `where` are their places in the flat weight.
+    `where` marks them.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
     >>> weight.grad = torch.ones(2)
     >>> optimizer.step()
-    >>> reset_slots(optimizer, weight, where=torch.tensor([0]))
+    >>> reset_slots(optimizer, weight, where=torch.tensor([True, False]))
     >>> optimizer.state[weight]["momentum_buffer"].tolist()
     [0.0, 1.0]
     """
     slots = dict(parameter_slots(optimizer, parameter))
     if not slots:
         return
-    fresh = fresh_slots(optimizer, parameter)
+    fresh = _fresh_slots(optimizer, parameter)
     for name, slot in slots.items():
-        slot.view(-1).index_fill_(0, where, fresh.get(name, 0.0))
+        slot.masked_fill_(where, fresh.get(name, 0.0))
 
 
-def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
+def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
     """Return the slots of a weight of 0 after a step with a gradient of 0.
 
     Asked of the optimizer itself, because not all of them are 0: Adagrad starts with
@@ -49,12 +67,12 @@ def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, floa
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device))
     weight.grad = torch.zeros_like(weight)
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     try:
         trial = type(optimizer)([weight], **options)
+        trial.param_groups[0] |= {key: value for key, value in group.items() if key != "params"}
+        with torch.enable_grad():
+            trial.step()
     except TypeError:
-        return {}  # it needs more than its defaults to be built; slots almost always start at 0
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    trial.param_groups[0] |= {key: value for key, value in group.items() if key != "params"}
-    with torch.enable_grad():
-        trial.step()
+        return {}  # it needs more than its defaults, or a closure; slots almost always start at 0
     return {name: float(value.flatten()[0]) for name, value in parameter_slots(trial, weight)}

@@ -7,9 +7,10 @@ so that each group keeps its number of them.
 
 import re
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Structure"]
 
@@ -61,9 +62,16 @@ class Structure:
         """The density that it prescribes, if it does."""
         return None if self.n_of_m is None else self.n_of_m[0] / self.n_of_m[1]
 
-    def refuse_if_unfit(self, name: str, weight: Tensor) -> None:
+    def refuse_if_unfit(self, name: str, layer: nn.Module) -> None:
         """Raise if a layer cannot be laid out so."""
+        weight = cast(Tensor, layer.weight)
         rows, columns = weight.shape[0], weight[0].numel()
+        transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
+        if transposed and (self.kind == "fan_in" or self.n_of_m is not None):
+            raise ValueError(
+                f"`structure={self.kind!r}` is by outputs, and the weight of {name}, a transposed "
+                "convolution, is laid out by inputs: leave the layer out with `layers`."
+            )
         if self.block > 1 and (rows % self.block or columns % self.block):
             raise ValueError(
                 f"`structure={self.kind!r}` needs sizes that {self.block} divides, {name} has "
@@ -74,6 +82,14 @@ class Structure:
                 f"`structure={self.kind!r}` needs a number of inputs that {self.n_of_m[1]} "
                 f"divides, {name} has {columns}: leave the layer out with `layers`."
             )
+
+    def has(self, mask: Tensor) -> bool:
+        """Tell whether a mask keeps to it."""
+        groups = self.masks(mask)
+        counts = groups.sum(-1)
+        if not torch.equal(self.ungroup(groups, mask), mask):
+            return False
+        return bool((counts == (counts[0] if self.n_of_m is None else self.n_of_m[0])).all())
 
     def groups(self, values: Tensor) -> Tensor:
         """Lay values of at least 0 out as ``(groups, members)``; a block has their sum."""

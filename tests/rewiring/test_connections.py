@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dg_lightning.rewiring import (
+    WEIGHT_BY_WEIGHT,
     Connections,
     Structure,
     initial_mask,
@@ -38,6 +39,15 @@ def random_mask(weight: Tensor, density: float, kind: str = "unstructured") -> T
     return initial_mask(weight, density, Structure(kind), generator)
 
 
+def assert_clean(c: Connections, optimizer: torch.optim.Optimizer) -> None:
+    """Weights of missing connections are 0, and their slots as new."""
+    assert (c.weight[~c.mask] == 0).all()
+    for name, slot in parameter_slots(optimizer, c.weight):
+        left = slot[~c.mask]
+        fresh = {"sum": 0.3, "step_size": 0.1}.get(name, 0.0)
+        assert torch.equal(left, torch.full_like(left, fresh)), name
+
+
 def dense_gradient(layer: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in layer.parameters():
@@ -64,8 +74,8 @@ def test_missing_connections_stay_at_zero_and_new_ones_start_there(
         gradient = layer.weight.grad.clone()
         c.mask_gradient()
         optimizer.step()
-        assert c.is_clean(optimizer)
-        assert (layer.weight[~c.mask] == 0).all()
+        assert type(optimizer) in WEIGHT_BY_WEIGHT
+        assert_clean(c, optimizer)
         before = layer.weight.detach().clone()
         slots = {n: s.clone() for n, s in parameter_slots(optimizer, layer.weight)}
         old = c.mask.clone()
@@ -78,7 +88,7 @@ def test_missing_connections_stay_at_zero_and_new_ones_start_there(
             assert torch.equal(slot[kept], slots[n][kept]), n
             if name not in ("adagrad", "rprop"):  # whose slots do not start at 0
                 assert (slot[~kept] == 0).all(), n
-        assert c.is_clean(optimizer)
+        assert_clean(c, optimizer)
 
 
 def test_slots_that_do_not_start_at_zero_start_where_the_optimizer_does() -> None:
@@ -88,7 +98,8 @@ def test_slots_that_do_not_start_at_zero_start_where_the_optimizer_does() -> Non
         for seed in range(3):
             dense_gradient(layer, seed)
             optimizer.step()
-        reset_slots(optimizer, layer.weight, torch.tensor([1, 4]))
+        where = torch.tensor([[False, True, False], [False, True, False]])
+        reset_slots(optimizer, layer.weight, where)
         state = optimizer.state[layer.weight][slot].flatten()
         assert state[[1, 4]].tolist() == pytest.approx([value, value])
         assert (state[[0, 2, 3, 5]] != value).all()
@@ -124,17 +135,17 @@ class Mixing(torch.optim.SGD):
                 p.add_(p.mean())
 
 
-def test_an_optimizer_that_mixes_weights_is_found_out_and_cleaned_up_after() -> None:
+def test_it_is_cleaned_up_after_an_optimizer_that_mixes_weights() -> None:
     layer = nn.Linear(8, 6)
     optimizer = Mixing(layer.parameters(), 0.1, momentum=0.9)
     c = Connections("layer", layer, random_mask(layer.weight, 0.3))
     dense_gradient(layer, 0)
     c.mask_gradient()
     optimizer.step()
-    assert not c.is_clean(optimizer)
+    assert type(optimizer) not in WEIGHT_BY_WEIGHT
+    assert (layer.weight[~c.mask] != 0).any()
     c.clean(optimizer)
-    assert c.is_clean(optimizer)
-    assert (layer.weight[~c.mask] == 0).all()
+    assert_clean(c, optimizer)
 
 
 def test_figures_are_those_counted_by_hand() -> None:
@@ -199,8 +210,43 @@ def test_layers_are_found_once_and_a_weight_that_is_no_parameter_is_refused() ->
     assert list(sparse_layers(net, ["2"], set())) == ["2"]
     with pytest.raises(ValueError, match="No layer is named 'x'; there are 0, 2"):
         sparse_layers(net, ["x"], set())
+    net[2].requires_grad_(False)
+    assert list(sparse_layers(net, None, set())) == ["0"]
+    assert list(sparse_layers(net, ["2"], set())) == ["2"]  # who names it wants it
     nn.utils.parametrizations.weight_norm(net[0])
+    assert list(sparse_layers(net, ["2"], set())) == ["2"]
     with pytest.raises(ValueError, match="The weight of 0 is not a plain parameter"):
         sparse_layers(net, None, set())
     with pytest.raises(ValueError, match="There is no layer to make sparse in LayerNorm"):
         sparse_layers(nn.LayerNorm(2), None, set())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_a_missing_connection_is_gone_whatever_it_was(dtype: Any) -> None:
+    layer = nn.Linear(8, 6, dtype=dtype)
+    c = Connections("layer", layer, random_mask(layer.weight, 0.3))
+    gradient = torch.randn(6, 8).to(dtype)
+    layer.weight.grad = gradient.masked_fill(~c.mask, torch.inf)
+    layer.weight.grad[~c.mask & (gradient > 0)] = torch.nan
+    c.mask_gradient()
+    assert torch.equal(layer.weight.grad, gradient.masked_fill(~c.mask, 0))
+
+
+def test_weights_in_another_memory_format_are_rewired_alike() -> None:
+    ends = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layer: Any = nn.Conv2d(4, 8, 3)
+        layer = layer.to(memory_format=memory_format)
+        optimizer = torch.optim.Adam(layer.parameters(), 0.1)
+        c = Connections("layer", layer, random_mask(layer.weight, 0.3))
+        for seed in range(3):
+            dense_gradient(layer, seed)
+            scores = layer.weight.grad.abs()
+            c.mask_gradient()
+            optimizer.step()
+            c.change(rewired(c.mask, layer.weight.abs(), scores, 0.5), optimizer)
+            assert_clean(c, optimizer)
+        ends.append((layer.weight.detach().clone(), c.mask))
+    assert torch.equal(ends[0][1], ends[1][1])
+    assert torch.equal(ends[0][0], ends[1][0])
