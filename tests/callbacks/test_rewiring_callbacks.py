@@ -2,96 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy
+from sparse_nets import Gated, Plain, Watch, data, fit, masks_of
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import GatedClassifier, GatedLinear, StaticGate
-from dg_lightning.callbacks import SET, GatePenalty, MagnitudePruning, RigL, StaticSparse
-from dg_lightning.callbacks._agreement import (  # type: ignore[import-not-found]
-    refuse_sharded_parameters,
-)
-from dg_lightning.rewiring import parameter_slots
-
-
-class Plain(pl.LightningModule):
-    """Somebody's module, in double precision so that sums in another order are close."""
-
-    def __init__(self, optimizer: str = "adam") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-        self.kind = optimizer
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        if self.kind == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-        return torch.optim.Adam(self.parameters(), lr=0.02)
-
-
-def data(batch_size: int = 8) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(96, 12, generator=generator, dtype=torch.float64)
-    y = torch.randint(4, (96,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
-
-
-def fit(model: Any, callbacks: list[Any], root: Path, loader: Any = None, **arguments: Any) -> Any:
-    trainer = pl.Trainer(
-        callbacks=callbacks,
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": root,
-            "log_every_n_steps": 3,
-            **arguments,
-        },
-    )
-    trainer.fit(model, data() if loader is None else loader)
-    return trainer
-
-
-def masks_of(callback: Any) -> dict[str, Tensor]:
-    return {name: c.mask.clone() for name, c in callback.connections.items()}
-
-
-class Watch(pl.Callback):
-    """Looks at every layer after every step."""
-
-    def __init__(self, sparse: Any) -> None:
-        self.sparse = sparse
-        self.masks: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        (optimizer,) = trainer.optimizers
-        for c in self.sparse.connections.values():
-            assert (c.weight[~c.mask] == 0).all()
-            for name, slot in parameter_slots(optimizer, c.weight):
-                assert (slot[~c.mask] == 0).all(), name
-        self.masks.append(masks_of(self.sparse))
-
-    def changes(self) -> list[int]:
-        """Return the optimizer steps, from 1, after which a mask was another one."""
-        pairs = zip(self.masks, self.masks[1:], strict=False)
-        return [
-            step
-            for step, (a, b) in enumerate(pairs, start=2)
-            if any(not torch.equal(a[name], b[name]) for name in a)
-        ]
+from dg_lightning.callbacks import SET, MagnitudePruning, RigL, StaticSparse
 
 
 @pytest.mark.parametrize("make", [RigL, SET])
@@ -178,9 +97,10 @@ def test_two_processes_are_one_with_twice_the_batch(
     in_two_processes: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
     ranks = in_two_processes(f"""
-sys.path.insert(0, sys.path[0] + "/callbacks")
-from test_rewiring_callbacks import *
-from torch.utils.data import DistributedSampler
+from pathlib import Path
+from torch.utils.data import DataLoader, DistributedSampler
+from dg_lightning.callbacks import SET, MagnitudePruning, RigL
+from sparse_nets import Plain, data, fit, masks_of
 result = []
 for make in (RigL, SET, MagnitudePruning):
     sparse = make(0.6, every_n_steps=2, until=0.8)
@@ -304,74 +224,6 @@ def test_a_convolution_is_rewired_too(tmp_path: Path) -> None:
     assert model.net[1].connection_mask.shape == (8, 3, 2, 2)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("average", ["ema", "swa"])
-@pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
-def test_averages_of_weights_have_the_connections_of_the_model(
-    average: str, first: bool, tmp_path: Path
-) -> None:
-    other: Any = EMAWeightAveraging(decay=0.7)
-    if average == "swa":
-        other = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
-    rigl = RigL(0.7, every_n_steps=3, until=0.95)
-    model = Plain()
-    fit(model, [rigl, other] if first else [other, rigl], tmp_path, max_epochs=3)
-    for name, c in rigl.connections.items():
-        weight: Any = model.get_submodule(name).weight
-        assert (weight[~c.mask] == 0).all(), name  # the average was copied into the model
-        assert (weight[c.mask] != 0).float().mean() > 0.9
-
-
-def test_a_checkpoint_loads_strictly_into_the_module_alone(tmp_path: Path) -> None:
-    model = Plain()
-    trainer = fit(model, [RigL(0.6, every_n_steps=2)], tmp_path)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    assert saved["state_dict"].keys() == Plain().state_dict().keys()
-    assert all(isinstance(value, Tensor) for value in saved["state_dict"].values())
-    Plain().load_state_dict(saved["state_dict"], strict=True)
-
-
-def test_resuming_without_masks_fails_and_other_layers_too(tmp_path: Path) -> None:
-    fit(Plain(), [], tmp_path).save_checkpoint(tmp_path / "dense.ckpt")
-    with pytest.raises(RuntimeError, match=r"has no masks of RigL.*Start a new training"):
-        _resume([RigL(0.6)], tmp_path / "dense.ckpt", tmp_path)
-    sparse = RigL(0.6, layers=["net.0"], every_n_steps=2)
-    fit(Plain(), [sparse], tmp_path).save_checkpoint(tmp_path / "sparse.ckpt")
-    other = RigL({"net.0": 0.6}, every_n_steps=2)  # the same layers, said in another way
-    _resume([other], tmp_path / "sparse.ckpt", tmp_path)
-    with pytest.raises(RuntimeError, match="has no masks of"):
-        _resume([RigL(0.6, layers=["net.2"])], tmp_path / "sparse.ckpt", tmp_path)
-
-
-def _resume(callbacks: list[Any], path: Path, root: Path) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-    )
-    trainer.fit(Plain(), data(), ckpt_path=path)
-
-
-def test_sparse_weights_without_masks_are_warned_of(tmp_path: Path) -> None:
-    model = Plain()
-    fit(model, [StaticSparse(0.8)], tmp_path)
-    fresh = Plain()
-    fresh.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="are 0 already, and there is no mask of them"):
-        fit(fresh, [StaticSparse(0.8)], tmp_path)
-    # The model itself has them, for whichever callback comes next.
-    again = RigL(0.5, every_n_steps=30, until=1.0)
-    with pytest.warns(UserWarning, match="RigL never rewires: its interval is 30 steps"):
-        fit(model, [again], tmp_path)
-    assert sum(int(c.mask.sum()) for c in again.connections.values()) == round(0.2 * 256)
-
-
 def test_pruning_at_once_is_kept_through_fine_tuning(tmp_path: Path) -> None:
     pruning = MagnitudePruning(0.5, begin="1 epochs")
     watch = Watch(pruning)
@@ -403,18 +255,6 @@ def test_pruning_before_training_is_by_the_first_weights(tmp_path: Path) -> None
     assert int(mask.sum()) == 144
     assert weight.abs()[mask].min() >= weight.abs()[~mask].max()
     assert list(pruning.connections) == ["net.0"]
-
-
-class Gated(Plain):
-    def __init__(self, closed: int) -> None:
-        super().__init__()
-        gate = StaticGate(16)
-        gate.logit.data[:closed] = -20.0
-        hidden = GatedLinear(12, 16, gate=gate)
-        self.net = nn.Sequential(hidden, nn.Linear(16, 4)).double()
-        from dg_lightning.protocol import Feeds
-
-        gate.feeds = Feeds(producer=hidden.linear, consumers=(self.net[1],), skips_rows=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["no", "grow", "drop_and_grow"])
@@ -451,82 +291,3 @@ def test_the_share_of_samples_with_both_ends_open_is_counted_over_micro_batches(
     hidden.gate.gate = torch.tensor([1.0, 0.0]).repeat(8)  # a static gate
     rates.see(step=7)
     assert rates.by_layer(rates.rates())[model.net[1]].tolist() == [1.0, 0.0] * 8
-
-
-def test_the_ledger_knows_connections_after_training_and_after_loading(tmp_path: Path) -> None:
-    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
-    model = GatedClassifier(net, input_shape=[12], num_classes=4)
-    x, y = torch.randn(32, 12), torch.randint(4, (32,))
-    loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
-    callbacks = [RigL(0.75, every_n_steps=2), GatePenalty(0.1, "expected_macs")]
-    trainer = fit(model, callbacks, tmp_path, loader)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    trainer.test(model, loader, verbose=False)
-    connections = round(0.25 * (12 * 16 + 16 * 4))
-    assert trainer.callback_metrics["compute/macs"] == connections  # all gates are open
-    alone = GatedClassifier.load_from_checkpoint(tmp_path / "end.ckpt")
-    other = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    other.test(alone, loader, verbose=False)
-    assert other.callback_metrics["compute/macs"] == connections
-    bare = GatedClassifier(net, input_shape=[12], num_classes=4)
-    with_callback = pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[RigL(0.75)]
-    )
-    with_callback.test(bare, loader, ckpt_path=tmp_path / "end.ckpt", verbose=False)
-    assert with_callback.callback_metrics["compute/macs"] == connections
-
-
-def test_prices_follow_the_connections(tmp_path: Path) -> None:
-    model = Gated(closed=0)
-    penalty = GatePenalty(0.1, "expected_macs")
-    pruning = MagnitudePruning(0.5, begin=6)
-    seen: list[float] = []
-
-    class Prices(pl.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            seen.append(float(penalty._prices.form[0, 1]))  # type: ignore[union-attr]
-
-    fit(model, [penalty, pruning, Prices()], tmp_path, max_epochs=1)
-    first = 12 * 16 + 16 * 4
-    assert seen[0] == pytest.approx(1.0)
-    masks = masks_of(pruning)
-    assert seen[-1] == pytest.approx(sum(int(m.sum()) for m in masks.values()) / first)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RigL(1.0), r"`sparsity` must be in \[0, 1\), got 1.0"),
-        (lambda: RigL(0.5, every_n_steps=0), "`every_n_steps` must be at least 1, got 0"),
-        (lambda: RigL(0.5, drop_fraction=1.5), r"`drop_fraction` must be in \(0, 1\], got 1.5"),
-        (lambda: RigL(0.5, structure="4:2"), "`structure` must be unstructured"),
-        (lambda: RigL(0.5, until="soon"), "`until` must be"),
-        (lambda: RigL({"a": 0.5}, layers=["a"]), "`sparsity` by layer names the layers"),
-        (lambda: SET(0.5, distribution="x"), "`distribution` must be uniform, er or erk"),  # type: ignore[arg-type]
-        (lambda: StaticSparse(0.5, initial="x"), "`initial` must be random or magnitude"),  # type: ignore[arg-type]
-        (lambda: MagnitudePruning(0.5, structure="2:4"), "`scope: global` has one sparsity"),
-        (lambda: MagnitudePruning(0.5, "both"), "`scope` must be global or layer"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_wrong_value_is_refused_in_one_line(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"RigL and SET both make net.0 sparse: part them"):
-        fit(Plain(), [RigL(0.5), SET(0.5, layers=["net.0"])], tmp_path)
-    with pytest.raises(ValueError, match="finds no gate at the layers that it rewires"):
-        fit(Plain(), [RigL(0.5, gate_aware="grow", every_n_steps=2)], tmp_path)
-    with pytest.raises(ValueError, match=r"needs sizes that 5 divides, net.0 has 16 x 12"):
-        fit(Plain(), [RigL(0.5, structure="block:5")], tmp_path)
-    sharded: Any = SimpleNamespace(strategy=FSDPStrategy())
-    with pytest.raises(ValueError, match=r"RigL needs whole weights.*FSDPStrategy.*strategy='ddp'"):
-        refuse_sharded_parameters("RigL", sharded, Plain())
-
-
-def test_a_layer_that_pruning_has_emptied_is_warned_of(tmp_path: Path) -> None:
-    model: Any = Plain()
-    model.net[2].weight.data.mul_(1e-3)
-    with pytest.warns(UserWarning, match="has left no connection in net.2"):
-        fit(model, [MagnitudePruning(0.5)], tmp_path)
