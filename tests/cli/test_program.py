@@ -210,6 +210,7 @@ FRAGMENTS = [name for name in shipped_configs() if name.startswith("callbacks/")
 
 
 @pytest.mark.filterwarnings("ignore:BudgetController")  # three steps do not do
+@pytest.mark.filterwarnings("ignore:(RigL|SET) never rewires")
 @pytest.mark.filterwarnings("ignore:τ has no effect")
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_every_fragment_appends_its_callback_and_fits(fragment: str) -> None:
