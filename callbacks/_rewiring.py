@@ -8,7 +8,8 @@ from typing_extensions import override
 from dg_lightning.rewiring import Connections, Distribution, rewired
 from dg_lightning.schedules import Clock, Duration, Schedule, check_duration
 
-from ._sparse import Initial, Sparse
+from ._masked_layers import Initial
+from ._sparse import Sparse
 
 __all__ = ["DropShape", "Rewiring"]
 

@@ -13,8 +13,9 @@ from dg_lightning.schedules import Duration
 
 from ._agreement import mean_over_ranks
 from ._hooks import only_used_hooks
+from ._masked_layers import Initial
 from ._rewiring import DropShape, Rewiring
-from ._sparse import Initial, all_finite
+from ._sparse import all_finite
 
 __all__ = ["RigL"]
 

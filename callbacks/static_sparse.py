@@ -3,7 +3,8 @@
 from dg_lightning.rewiring import Distribution
 
 from ._hooks import only_used_hooks
-from ._sparse import Initial, Sparse
+from ._masked_layers import Initial
+from ._sparse import Sparse
 
 __all__ = ["StaticSparse"]
 
