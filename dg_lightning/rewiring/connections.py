@@ -81,7 +81,7 @@ class Connections:
         if gradient is None or self.full:
             return
         if gradient.is_cuda:
-            torch.where(self.mask, gradient, gradient.new_zeros(()), out=gradient)
+            gradient.masked_fill_(~self.mask, 0)
         else:
             # As bits: torch's own ways are several times as slow on a CPU, or leave inf * 0 there.
             # In rows that fit into a cache: torch widens the mask first, and large memory is slow.
