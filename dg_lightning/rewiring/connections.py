@@ -80,7 +80,7 @@ class Connections:
         gradient = self.weight.grad
         if gradient is None or self.full:
             return
-        if gradient.is_cuda:
+        if gradient.device.type != "cpu":
             gradient.masked_fill_(~self.mask, 0)
         else:
             # As bits: torch's own ways are several times as slow on a CPU, or leave inf * 0 there.
