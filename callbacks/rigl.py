@@ -141,7 +141,7 @@ class RigL(Rewiring):
         # Gradients add up over the micro-batches of a step, and so does what gates have closed.
         # With several optimizers, a backward pass may serve the steps of all of them.
         assert self._open is not None
-        coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(self._mine))
+        coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(trainer.optimizers))
         last = min(c.changed_at for c in self.connections.values())
         if any(self.changes_after(step, last) for step in coming):
             self._open.see(trainer.global_step)
