@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -148,6 +149,11 @@ class MaskedLayers(pl.Callback):
 
     def _first_masks(self, given: dict[str, Tensor] | None) -> dict[str, Tensor]:
         if given is None and self.masks is not None:
+            if not Path(self.masks).is_file():
+                raise FileNotFoundError(
+                    f"`masks` must be a checkpoint file, there is none at {self.masks}: give the "
+                    "path of one, or leave it out."
+                )
             given = saved_masks(self.masks) or import_pruned(self.masks)[1]
         if given is None:
             given = {n: m for n, x in self._layers.items() if (m := connection_mask(x)) is not None}

@@ -21,18 +21,18 @@ class Rewiring(Sparse):
 
     def __init__(
         self,
-        sparsity: float | dict[str, float],
-        distribution: Distribution,
-        layers: list[str] | None,
-        structure: str,
-        initial: Initial,
-        masks: str | None,
-        seed: int | None,
-        every_n_steps: int,
-        drop_fraction: float,
-        drop_shape: DropShape,
-        until: Duration,
-        exclude_just_dropped: bool,
+        sparsity: float | dict[str, float] = 0.9,
+        distribution: Distribution = "erk",
+        layers: list[str] | None = None,
+        structure: str = "unstructured",
+        every_n_steps: int = 100,
+        drop_fraction: float = 0.3,
+        drop_shape: DropShape = "cosine",
+        until: Duration = 0.75,
+        exclude_just_dropped: bool = False,
+        initial: Initial = "random",
+        masks: str | None = None,
+        seed: int | None = None,
     ) -> None:
         super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
         if every_n_steps < 1:

@@ -95,18 +95,18 @@ class RigL(Rewiring):
         seed: int | None = None,
     ) -> None:
         super().__init__(
-            sparsity,
-            distribution,
-            layers,
-            structure,
-            initial,
-            masks,
-            seed,
-            every_n_steps,
-            drop_fraction,
-            drop_shape,
-            until,
-            exclude_just_dropped,
+            sparsity=sparsity,
+            distribution=distribution,
+            layers=layers,
+            structure=structure,
+            initial=initial,
+            masks=masks,
+            seed=seed,
+            every_n_steps=every_n_steps,
+            drop_fraction=drop_fraction,
+            drop_shape=drop_shape,
+            until=until,
+            exclude_just_dropped=exclude_just_dropped,
         )
         if grow not in ("gradient", "mean_gradient"):
             raise ValueError(f"`grow` must be gradient or mean_gradient, got {grow!r}.")

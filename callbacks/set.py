@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.rewiring import Connections, Distribution
-from dg_lightning.schedules import Duration
+from dg_lightning.rewiring import Connections
 
 from ._hooks import only_used_hooks
-from ._masked_layers import Initial
-from ._rewiring import DropShape, Rewiring
+from ._rewiring import Rewiring
 from ._sparse import all_finite
 
 __all__ = ["SET"]
@@ -47,36 +45,6 @@ class SET(Rewiring):
     >>> SET(sparsity=0.9).drop_fraction
     0.3
     """
-
-    def __init__(
-        self,
-        sparsity: float | dict[str, float] = 0.9,
-        distribution: Distribution = "erk",
-        layers: list[str] | None = None,
-        structure: str = "unstructured",
-        every_n_steps: int = 100,
-        drop_fraction: float = 0.3,
-        drop_shape: DropShape = "cosine",
-        until: Duration = 0.75,
-        exclude_just_dropped: bool = False,
-        initial: Initial = "random",
-        masks: str | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            sparsity,
-            distribution,
-            layers,
-            structure,
-            initial,
-            masks,
-            seed,
-            every_n_steps,
-            drop_fraction,
-            drop_shape,
-            until,
-            exclude_just_dropped,
-        )
 
     @override
     @torch.no_grad()

@@ -7,13 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.tuner.tuning import Tuner
 from sparse_nets import Gated, Plain, Watch, data, fit, masks_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -199,64 +194,6 @@ def test_a_longer_training_goes_on_with_its_masks(tmp_path: Path) -> None:
     assert all(torch.equal(mask, before[name]) for name, mask in masks_of(rigl).items())
 
 
-class Tuned(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.lr = self.net[0], 0.02
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=self.lr)
-
-
-def test_layers_that_an_optimizer_gets_later_are_sparse_too(tmp_path: Path) -> None:
-    sparse = StaticSparse({"net.*": 0.6})
-    tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-    fit(Tuned(), [tuning, sparse], tmp_path, max_epochs=3)
-    for c in sparse.connections.values():
-        assert (c.weight[~c.mask] == 0).all()
-        assert c.weight.requires_grad
-
-
-def test_a_search_for_a_learning_rate_may_come_first(tmp_path: Path) -> None:
-    rigl = RigL(0.6, every_n_steps=2)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[rigl],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    model = Tuned()
-    Tuner(trainer).lr_find(model, data(), num_training=5, update_attr=False)
-    trainer.fit(model, data())
-    for c in rigl.connections.values():
-        assert (c.weight[~c.mask] == 0).all()
-        assert c.changed_at > 0
-
-
-class Muonlike(torch.optim.SGD):
-    """Moves every weight of a matrix, but not in its first step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        self.steps = getattr(self, "steps", 0) + 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(0.01 if self.steps > 1 else 0.0)
-        return loss
-
-
-def test_it_is_cleaned_up_after_an_optimizer_that_torch_does_not_have(tmp_path: Path) -> None:
-    model = Plain()
-    model.configure_optimizers = lambda: Muonlike(model.parameters(), 0.1, momentum=0.9)  # type: ignore[method-assign]
-    pruning = MagnitudePruning(0.5, begin=5)
-    fit(model, [pruning, Watch(pruning)], tmp_path)  # which looks after every step
-
-
 def test_loading_older_weights_for_a_test_brings_their_masks(tmp_path: Path) -> None:
     rigl = RigL(0.6, every_n_steps=4, until=1.0)
     model = Plain()
@@ -337,3 +274,19 @@ def test_a_pruned_model_can_be_pruned_further(tmp_path: Path) -> None:
     for name, c in second.connections.items():
         assert torch.equal(c.mask & first.connections[name].mask, c.mask)
     assert sum(int(c.mask.sum()) for c in second.connections.values()) == 64
+
+
+def test_a_file_of_masks_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="`masks` must be a checkpoint file, there is none"):
+        fit(Plain(), [StaticSparse(masks=str(tmp_path / "no.ckpt"))], tmp_path)
+
+
+def test_given_masks_are_for_one_training(tmp_path: Path) -> None:
+    first = StaticSparse(0.6)
+    fit(Plain(), [first], tmp_path).save_checkpoint(tmp_path / "sparse.ckpt")
+    sparse = StaticSparse(0.6)
+    sparse.use_masks({"net.0": torch.ones(16, 12) != 0, "net.2": torch.ones(4, 16) != 0})
+    _resume([sparse], tmp_path / "sparse.ckpt", tmp_path)  # whose masks are its own
+    fit(Plain(), [sparse], tmp_path)
+    for name, c in sparse.connections.items():
+        assert c.mask.sum() == first.connections[name].mask.sum()
