@@ -7,6 +7,7 @@ from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
 from .minimum_activity import MinimumActivity
 from .rigl import RigL
+from .routing_monitor import RoutingMonitor
 from .set import SET
 from .static_sparse import StaticSparse
 from .temperature_annealing import TemperatureAnnealing
@@ -21,6 +22,7 @@ __all__ = [
     "MagnitudePruning",
     "MinimumActivity",
     "RigL",
+    "RoutingMonitor",
     "StaticSparse",
     "TemperatureAnnealing",
     "ThresholdPhases",

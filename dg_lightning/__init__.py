@@ -6,6 +6,7 @@ from dg_lightning.gates import DynamicGate, StaticGate
 from dg_lightning.layers import GatedLinear, GatedMLP
 from dg_lightning.module import GatedClassifier
 from dg_lightning.protocol import gate_layers
+from dg_lightning.switch_moe import SwitchMoE
 
 __all__ = [
     "DynamicGate",
@@ -13,6 +14,7 @@ __all__ = [
     "GatedLinear",
     "GatedMLP",
     "StaticGate",
+    "SwitchMoE",
     "__version__",
     "gate_layers",
 ]

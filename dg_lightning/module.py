@@ -196,12 +196,12 @@ class GatedClassifier(pl.LightningModule):
         release(self._gates)
 
     @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "val", self.val_metrics, self.val_ledger)
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate(batch, "val", self.val_metrics, self.val_ledger)
 
     @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._evaluate(batch, "test", self.test_metrics, self.test_ledger)
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate(batch, "test", self.test_metrics, self.test_ledger)
 
     def _evaluate(
         self,
@@ -209,7 +209,7 @@ class GatedClassifier(pl.LightningModule):
         stage: str,
         metrics: MetricCollection,
         ledger: ComputeLedger,
-    ) -> None:
+    ) -> dict[str, Tensor]:
         x, target = batch
         logits = self(x)
         samples = len(target)
@@ -219,6 +219,7 @@ class GatedClassifier(pl.LightningModule):
         metrics.update(logits, target)
         self.log_dict(metrics, batch_size=samples)
         ledger.update(self.net, samples)
+        return {"logits": logits}  # for callbacks
 
     @override
     def on_validation_epoch_start(self) -> None:

@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
     "MagnitudePruning": {"sparsity": 0.5, "begin": 4, "layers": ["*3"]},
     "RigL": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*1.linear"], "gate_aware": "grow"},
+    "RoutingMonitor": {},
     "SET": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*2.linear"]},
     "StaticSparse": {"sparsity": 0.8},
     "TemperatureAnnealing": {},
@@ -75,8 +76,10 @@ class Foreign(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.cross_entropy(self.body(batch[0]), batch[1]))
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self.body(batch[0])
+        self.log("val", nn.functional.cross_entropy(logits, batch[1]))
+        return logits
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.02)
