@@ -51,7 +51,7 @@ class PBMC3kDataModule(BaseDataModule):
         layer: Layer with the counts; X if None.
         label_column: Column of labels, in `obs` or in `label_file`; cells without one are left out.
             The paper's Leiden clusters if None.
-        label_file: CSV file with barcodes in its first column.
+        label_file: CSV file with barcodes in its first column; also looked for under the root.
         smallest_cluster: Leiden clusters of fewer cells are merged into one class, `rare`.
         genes: How many genes are inputs: the most variable ones.
         fit_on: Which cells choose the genes and their scale: `train` the training cells, by their
@@ -97,6 +97,8 @@ class PBMC3kDataModule(BaseDataModule):
         self.layer = layer
         self.label_column = label_column
         self.label_file = None if label_file is None else Path(label_file)
+        if self.label_file is not None and not self.label_file.exists():
+            self.label_file = self.root / self.label_file
         self.smallest_cluster = smallest_cluster
         self.genes = genes
         self.fit_on = one_of("fit_on", fit_on, "train", "paper")

@@ -24,6 +24,7 @@ __all__ = [
     "expected_macs",
     "inside_gates",
     "linear_maps",
+    "needed_parameters",
     "uncounted_modules",
 ]
 
@@ -130,6 +131,42 @@ def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
 def _gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
     """Return the gate on the inputs of a gate's layer, which the GateNet reads too."""
     return next((m.input_gate for m in maps if m.output_gate is gate), None)
+
+
+def needed_parameters(module: nn.Module) -> int:
+    """Count the parameters that the net of the last forward pass needs when it is deployed.
+
+    Connections that do not exist, and rows and columns that static gates close for good, can be
+    taken out; what an input may still open cannot.
+
+    >>> from dg_lightning import GatedMLP
+    >>> mlp = GatedMLP(8, [4], 2, gate={"kind": "static"}).eval()
+    >>> _ = mlp.hidden[0].gate.logit.data[:3].fill_(-1), mlp(torch.zeros(1, 8))
+    >>> needed_parameters(mlp)  # 8 + 1 of the open unit, 2 x 1 + 2 of the output
+    13
+    """
+    maps = linear_maps(module)
+    static = [g for g in gate_layers(module, required=False).values() if not g.input_dependent]
+    counted = {id(p) for m in maps for p in m.linear.parameters()}
+    counted |= {id(p) for gate in static if isinstance(gate, nn.Module) for p in gate.parameters()}
+    total = sum(p.numel() for p in module.parameters() if id(p) not in counted)
+    for linear_map in maps:
+        kept = torch.ones_like(linear_map.linear.weight, dtype=torch.bool)
+        mask = connection_mask(linear_map.linear)
+        if mask is not None:
+            kept &= mask.to(kept.device)
+        gate_out = linear_map.output_gate if linear_map.skips_rows else None
+        inputs, outputs = (
+            None if gate is None or gate.input_dependent else _is_open(gate)
+            for gate in (linear_map.input_gate, gate_out)
+        )
+        if inputs is not None:
+            kept &= inputs
+        if outputs is not None:
+            kept &= outputs.unsqueeze(-1)
+        rows = linear_map.linear.out_features if outputs is None else int(outputs.sum())
+        total += int(kept.sum()) + (rows if linear_map.linear.bias is not None else 0)
+    return total
 
 
 def uncounted_modules(module: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ def usage_entropy(counts: Tensor) -> Tensor:
     0.6931
     """
     share = counts.double() / counts.sum()
-    return -torch.special.xlogy(share, share).sum()
+    return -torch.xlogy(share, share).sum()
 
 
 def coefficient_of_variation(counts: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def mutual_information(joint: Tensor) -> Tensor:
     """
     pairs = joint.double() / joint.sum()
     independent = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True)
-    return (torch.special.xlogy(pairs, pairs) - torch.special.xlogy(pairs, independent)).sum()
+    return (torch.xlogy(pairs, pairs) - torch.xlogy(pairs, independent)).sum()
 
 
 class RoutingStatistics(Metric):

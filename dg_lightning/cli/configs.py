@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dg_lightning.cli.errors import refusal
 
-__all__ = ["shipped_configs", "with_config_paths"]
+__all__ = ["config_path", "shipped_configs", "with_config_paths"]
 
 
 def shipped_configs() -> list[str]:
@@ -28,13 +28,14 @@ def with_config_paths(args: list[str]) -> list[str]:
         if option not in ("--config", "-c"):
             continue
         if equals:
-            resolved[index] = f"{option}={_config_path(value)}"
+            resolved[index] = f"{option}={config_path(value)}"
         elif index + 1 < len(resolved):
-            resolved[index + 1] = _config_path(resolved[index + 1])
+            resolved[index + 1] = config_path(resolved[index + 1])
     return resolved
 
 
-def _config_path(name: str) -> str:
+def config_path(name: str) -> str:
+    """Return the path of a config, given as one or by the short name of one that ships."""
     if Path(name).is_file():
         return name
     shipped = shipped_configs()

@@ -17,7 +17,7 @@ from typing_extensions import override
 import dg_lightning
 from dg_lightning import callbacks, datamodules
 
-__all__ = ["OneLineErrorParser", "is_users_error", "one_line", "refusal"]
+__all__ = ["OneLineErrorParser", "Refusal", "is_users_error", "one_line", "refusal"]
 
 # Packages that raise an error of these types on purpose, with a message for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
@@ -51,13 +51,21 @@ class OneLineErrorParser(LightningArgumentParser):
         raise refusal(one_line(message), ex)
 
 
-def refusal(message: str, cause: Exception | None = None) -> SystemExit:
+class Refusal(SystemExit):
+    """Ends the program with status 2, and knows why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+
+def refusal(message: str, cause: Exception | None = None) -> Refusal:
     """Say what is wrong, and return what ends the program; `DG_TRACEBACK=1` shows the cause."""
     if cause is not None and os.environ.get("DG_TRACEBACK"):
         traceback.print_exception(cause)
     if getattr(rank_zero_only, "rank", 0) == 0:
         sys.stderr.write(f"dg-lightning: error: {message}\n")
-    return SystemExit(2)
+    return Refusal(message)
 
 
 def is_users_error(error: Exception) -> bool:

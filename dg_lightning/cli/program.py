@@ -1,4 +1,4 @@
-"""The commands `fit`, `validate`, `test`, `predict` and `plan`."""
+"""The program, with its commands of one training; `many_runs` has the others."""
 
 import logging
 import os
@@ -19,11 +19,12 @@ from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
 from dg_lightning.cli.checkpoints import newest_checkpoint, read_checkpoint
 from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
+from dg_lightning.cli.many_runs import MANY_RUNS, run_many
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, plain
 from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.spec import import_class
 
-__all__ = ["GateCLI", "main"]
+__all__ = ["GateCLI", "main", "run_command"]
 
 # Imported so that their classes can be named without a path: `--trainer.callbacks+=GatePenalty`.
 _NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
@@ -44,25 +45,12 @@ def main(args: Sequence[str] | None = None) -> None:
         lambda record: _ADVERTISING not in record.getMessage()
     )
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
+    given = list(sys.argv[1:] if args is None else args)
     try:
-        GateCLI(
-            pl.LightningModule,
-            pl.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            trainer_class=PlanningTrainer,
-            save_config_callback=SaveWholeConfig,
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=0,
-            parser_class=OneLineErrorParser,
-            parser_kwargs={
-                "prog": "dg-lightning",
-                "version": __version__,
-                "description": "Train and use networks that decide which of their units to run.",
-            },
-            auto_configure_optimizers=False,
-            args=None if args is None else list(args),
-        )
+        if given and given[0] in MANY_RUNS:
+            run_many(given)
+        else:
+            run_command(given)
     except Exception as error:  # whose fault it is, type and origin tell together
         if not is_users_error(error):
             raise
@@ -71,6 +59,30 @@ def main(args: Sequence[str] | None = None) -> None:
         # Lightning leaves this to the end of the process, where gloo may abort a rank that is left.
         dist.barrier()
         dist.destroy_process_group()
+
+
+def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
+    """Run a command of one training, with further callbacks, and return what it was made of."""
+    return GateCLI(
+        pl.LightningModule,
+        pl.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        trainer_class=PlanningTrainer,
+        trainer_defaults={"callbacks": list(callbacks)},
+        save_config_callback=SaveWholeConfig,
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        parser_class=OneLineErrorParser,
+        parser_kwargs={
+            "prog": "dg-lightning",
+            "version": __version__,
+            "description": "Train and use networks that decide which of their units to run.",
+            "epilog": "Many trainings: dg-lightning {study,search} --help",
+        },
+        auto_configure_optimizers=False,
+        args=args,
+    )
 
 
 class GateCLI(LightningCLI):
@@ -83,9 +95,9 @@ class GateCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        given = sys.argv[1:] if args is None else args
+        assert isinstance(args, list)
         try:
-            self.config = parser.parse_args(with_config_paths(list(given)))
+            self.config = parser.parse_args(with_config_paths(args))
         except UnicodeDecodeError as error:
             raise refusal(f"A config file is not text: {error}.", error) from error
 

@@ -56,7 +56,9 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
     """
     found = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not found or len(set(found)) < len(found) or min(found) < 0:
-        raise ValueError(f"`seeds` must be a number of seeds or a list of different ones, got {seeds}.")
+        raise ValueError(
+            f"`seeds` must be a number of seeds or a list of different ones, got {seeds}."
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from dg_lightning.callbacks import RoutingMonitor
 from dg_lightning.datamodules import DigitsDataModule
 
 
-def classifier(net: dict[str, Any]) -> GatedClassifier:
+def classifier(net: Any) -> GatedClassifier:
     torch.manual_seed(0)
     return GatedClassifier(net, input_shape=[1, 8, 8], num_classes=10)
 
@@ -68,7 +68,7 @@ def test_logs_the_use_of_experts_and_what_found_no_room(tmp_path: Path) -> None:
 def test_correlates_hardness_with_activity_of_gate_nets(tmp_path: Path) -> None:
     gate = {"kind": "dynamic", "network": "linear", "initial_open_rate": 0.55}
     model = classifier({"class_path": "GatedMLP", "init_args": {"hidden": [32], "gate": gate}})
-    torch.nn.init.normal_(model.net.hidden[0].gate.network[-1].weight, std=0.3)  # type: ignore[index, union-attr, arg-type]
+    torch.nn.init.normal_(model.net.hidden[0].gate.network[-1].weight, std=0.3)  # type: ignore[index, union-attr]
     trainer = fitted(model, tmp_path, limit_train_batches=0)
     trainer.validate(model, datamodule=DigitsDataModule(batch_size=64), verbose=False)
     data = DigitsDataModule(batch_size=500)

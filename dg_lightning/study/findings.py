@@ -1,0 +1,122 @@
+"""What a search has found: the Pareto front, and the cheapest net that is good enough."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from dg_lightning.study.shared import SharedStudy
+from dg_lightning.study.tables import write_csv, write_text
+
+if TYPE_CHECKING:
+    from dg_lightning.study.search import Search
+
+__all__ = ["cheapest_within", "dominated_by", "pareto_front", "values_of", "write_results"]
+
+# Where a config writes to, and what it shows: as in the base again, not as in the search.
+_PLACE = ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary")
+
+
+def dominated_by(
+    curve: Sequence[Sequence[float]], others: Sequence[Sequence[Sequence[float]]]
+) -> int:
+    """Count the trainings that at this one's last epoch were more accurate and not dearer.
+
+    >>> dominated_by([(0.1, 1.0), (0.5, 0.6)], [[(0.2, 1.0), (0.6, 0.6)], [(0.3, 1.0), (0.4, 0.1)]])
+    1
+    """
+    accuracy, macs = curve[-1]
+    points = [other[len(curve) - 1] for other in others if len(other) >= len(curve)]
+    return sum(a > accuracy and m <= macs for a, m in points)
+
+
+def values_of(trial: FrozenTrial) -> list[str]:
+    """Return the settings of a trial, short."""
+    return [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in trial.params.items()
+    ]
+
+
+def pareto_front(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials that no other beats in both respects, the cheapest first."""
+    front: list[FrozenTrial] = []
+    for trial in sorted(trials, key=lambda t: (t.values[1], -t.values[0])):
+        if not front or trial.values[0] > front[-1].values[0]:
+            front.append(trial)
+    return front
+
+
+def cheapest_within(
+    trials: Sequence[FrozenTrial], accuracy: float, tolerance: float
+) -> FrozenTrial | None:
+    """Return the cheapest trial that is not further below an accuracy than the tolerance."""
+    good = [trial for trial in trials if trial.values[0] >= accuracy - tolerance]
+    return min(good, key=lambda t: (t.values[1], -t.values[0]), default=None)
+
+
+def write_results(search: "Search", shared: SharedStudy) -> str:
+    """Write results.csv, summary.md, and configs of the front and of the chosen trial."""
+    every = shared.trials(*TrialState)
+    finished = [t for t in every if t.state is TrialState.COMPLETE]
+    baseline = next((t for t in finished if t.user_attrs.get("kind")), None)
+    tried = [t for t in finished if not t.user_attrs.get("kind")]
+    rows = [
+        {
+            "trial": trial.number,
+            "kind": trial.user_attrs.get("kind", "search"),
+            "val_accuracy": trial.values[0] if trial.values else None,
+            "macs_share": trial.values[1] if trial.values else None,
+            "train_seconds": trial.user_attrs.get("train_seconds"),
+            "status": trial.state.name.lower(),
+            "reason": trial.user_attrs.get("reason") or trial.user_attrs.get("given_up"),
+            **trial.params,
+        }
+        for trial in every
+        if trial.state.is_finished()
+    ]
+    write_csv(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs_share"])
+    front = pareto_front(tried)
+    for path in (search.folder / "pareto").glob("trial_*.yaml"):
+        if path.stem not in {f"trial_{trial.number}" for trial in front}:
+            path.unlink(missing_ok=True)  # beaten since
+    lines = ["| trial | validation accuracy | MACs | settings |", "|---|---:|---:|---|"]
+    for trial in front:
+        _write_config(search, trial, search.folder / "pareto" / f"trial_{trial.number}.yaml")
+        accuracy, share = trial.values
+        settings = ", ".join(f"`{value}`" for value in values_of(trial))
+        lines.append(f"| {trial.number} | {accuracy:.2%} | {share:.1%} | {settings} |")
+    text = f"# Search of {search.base}\n\nPareto front, by validation:\n\n" + "\n".join(lines)
+    if baseline is not None:
+        text += f"\n\nBaseline: {baseline.values[0]:.2%} at {baseline.values[1]:.1%} of the MACs."
+        chosen = cheapest_within(tried, baseline.values[0], search.tolerance)
+        if chosen is None:
+            text += f" No trial is within {100 * search.tolerance:.2f} points of it."
+        else:
+            path = search.folder / "cheapest.yaml"
+            _write_config(search, chosen, path)
+            text += (
+                f" The cheapest within {100 * search.tolerance:.2f} points is trial "
+                f"{chosen.number}: `dg-lightning fit --config {path}`."
+            )
+    write_text(search.folder / "summary.md", text + "\n")
+    return text
+
+
+def _write_config(search: "Search", trial: FrozenTrial, path: Path) -> None:
+    """Write the whole config of a trial, with the places of its base, ready for `fit`."""
+    from dg_lightning.cli.configs import config_path
+
+    saved = search.folder / "runs" / "trials" / f"trial_{trial.number}" / "config.yaml"
+    if not saved.exists():  # trained on another machine
+        return
+    config = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    base = yaml.safe_load(Path(config_path(search.base)).read_text(encoding="utf-8"))
+    for key in _PLACE:
+        config["trainer"].pop(key, None)
+        if key in base.get("trainer", {}):
+            config["trainer"][key] = base["trainer"][key]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, yaml.safe_dump(config, sort_keys=False))

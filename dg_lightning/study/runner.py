@@ -1,0 +1,212 @@
+"""The runner of a study: workers that take trials from the queue until none is left."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dg_lightning.study.epochs import epoch_rows, epochs_markdown
+from dg_lightning.study.page import report_page
+from dg_lightning.study.queue import TrialQueue
+from dg_lightning.study.settings import PlannedTrial, Variant, planned_trials, seeds_of
+from dg_lightning.study.shared import storage_in
+from dg_lightning.study.tables import summarised, summary_markdown, write_csv, write_text
+from dg_lightning.study.training import log_of, run_folder, train_and_test
+
+__all__ = ["Study", "in_workers", "reason_of", "run_study"]
+
+T = TypeVar("T")
+_LOOK_AGAIN = 2.0  # seconds, while others are still at their last trials
+
+
+@dataclass
+class Study:
+    """A study: variants x seeds of one dataset.
+
+    Args:
+        dataset: Name of the dataset, where configs of variants are looked for.
+        output: Folder for tables, the queue, and a folder a run; an unfinished study goes on there.
+        variants: The variants by name, in the order of the table.
+        seeds: How many seeds, from 0 on, or a list of them.
+        options: Dotted options of `fit` for all variants, as `trainer.max_epochs=20`; `{seed}`
+            stands for the seed.
+        set: The same, after all others; for the command line.
+        only: Names of the variants to be queued; all when None.
+        notes: What a reader of the tables should know.
+        paper: Which published table stands beside ours; that of the dataset if None.
+        storage: URL of a database that workers on many machines share; a file in `output` if None.
+        workers: Processes of this machine that train at the same time.
+        retry_failed: Whether trials that have failed are tried once more.
+    """
+
+    dataset: str
+    output: str
+    variants: dict[str, Variant]
+    seeds: int | list[int] = 5
+    options: list[str] = field(default_factory=list)
+    set: list[str] = field(default_factory=list)
+    only: list[str] | None = None
+    notes: str | None = None
+    paper: str | None = None
+    storage: str | None = None
+    workers: int = 1
+    retry_failed: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written."""
+        return Path(self.output)
+
+    @property
+    def table(self) -> str:
+        """Name of the published table."""
+        return self.paper or self.dataset
+
+    def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
+        """Return the trials."""
+        # What comes from the command line stands behind the options of a variant, too.
+        variants = {
+            name: Variant(variant.config, [*variant.options, *self.set])
+            for name, variant in self.variants.items()
+        }
+        seeds = seeds_of(self.seeds)
+        return planned_trials(self.dataset, variants, seeds, self.options, only)
+
+    def queue(self) -> TrialQueue:
+        """Open the queue."""
+        storage = self.storage or storage_in(self.folder)
+        return TrialQueue(storage, self.table, self.folder / "workers")
+
+
+def run_study(study: Study) -> bool:
+    """Train and test everything that is not done yet, and write the tables.
+
+    Returns:
+        Whether all trials are complete.
+    """
+    if study.workers < 1:
+        raise ValueError(f"`workers` must be at least 1, got {study.workers}.")
+    study.folder.mkdir(parents=True, exist_ok=True)
+    queue = study.queue()
+    queue.take_up_lost()
+    queue.fill(study.planned(study.only), study.retry_failed)
+    in_workers(_work, study, study.workers)
+    rows = queue.rows()
+    write_tables(study, rows)
+    failed = [row for row in rows if row["status"] != "complete"]
+    print((study.folder / "summary.md").read_text(encoding="utf-8"))
+    print(f"Tables and runs are in {study.folder}.")
+    if failed:
+        print(f"{len(failed)} of {len(rows)} trials have failed; --retry_failed=true tries again.")
+    return not failed
+
+
+def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers: int) -> None:
+    """Let so many processes work, this one among them.
+
+    Args:
+        work: Is called with the settings, the worker's index, and the process that it ends with.
+        settings: Plain values.
+        workers: How many.
+    """
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    others = [
+        spawn.Process(target=work, args=(settings, index, os.getpid()))
+        for index in range(1, workers)
+    ]
+    for process in others:
+        process.start()
+    work(settings, 0, None)
+    for process in others:
+        process.join()
+
+
+def _work(study: Study, index: int, parent: int | None) -> None:
+    """Take trials until none is left; end where the process that started this one is gone."""
+    planned = study.planned()
+    with study.queue() as queue:
+        while parent is None or os.getppid() == parent:
+            queue.take_up_lost()
+            claimed, trial = queue.claim(planned)
+            if claimed is None or trial is None:
+                if not queue.unfinished():
+                    return
+                time.sleep(_LOOK_AGAIN)  # somebody may die, and leave a trial
+                continue
+            with queue.beating(claimed):
+                try:
+                    row = train_and_test(study.dataset, study.table, trial, study.folder)
+                except (Exception, SystemExit) as error:  # one trial must not stop the rest
+                    folder = run_folder(study.folder, trial.variant, trial.seed)
+                    with log_of(folder).open("a", encoding="utf-8") as file:
+                        traceback.print_exception(error, file=file)
+                    queue.fail(claimed, reason_of(error))
+                else:
+                    queue.finish(claimed, row)
+            rows = queue.rows()
+            write_tables(study, rows)
+            print(progress_line(trial, rows, queue.unfinished(), study.workers), flush=True)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what went wrong in one line."""
+    from dg_lightning.cli.errors import one_line
+
+    said = getattr(error, "message", None) or one_line(str(error))
+    return f"{type(error).__name__}: {' '.join(said.split())}"
+
+
+def progress_line(
+    trial: PlannedTrial, rows: Sequence[dict[str, Any]], left: int, workers: int
+) -> str:
+    """Return what to say when a trial is done: its figures, what is left, and the best so far."""
+    key = (trial.variant, trial.seed)
+    row = next(row for row in rows if (row["variant"], row["seed"]) == key)
+    line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {_figures(row)}"
+    done = [row for row in rows if row["status"] == "complete"]
+    if done and left:
+        seconds = sum(row["train_seconds"] for row in done) / len(done) * left / workers
+        line += f"; about {_duration(seconds)} of training left"
+    if done:
+        best = max(summarised(done), key=lambda summary: summary["accuracy_mean"])
+        line += f"; best so far {best['variant']}, {best['accuracy_mean']:.2%}"
+    return line
+
+
+def _figures(row: dict[str, Any]) -> str:
+    if row["status"] != "complete":
+        return f"failed, {row['reason']}"
+    share = f" at {row['macs'] / row['macs_dense']:.1%} of the MACs" if row["macs_dense"] else ""
+    return f"{row['accuracy']:.2%}{share}, {row['train_seconds']:.0f} s"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def write_tables(study: Study, rows: Sequence[dict[str, Any]]) -> None:
+    """Write what is known so far: results, summaries, the page, and the course of the runs."""
+    order = list(study.variants)
+    known = [row for row in rows if row["variant"] in order]
+    known.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
+    known = [{"dataset": study.dataset, **row} for row in known]
+    write_csv(study.folder / "results.csv", known)
+    write_csv(study.folder / "summary.csv", summarised(known), ["variant", "runs", "failed"])
+    write_text(study.folder / "summary.md", summary_markdown(study.table, known, study.notes))
+    write_text(study.folder / "report.html", report_page(study.table, known, study.notes))
+    epochs = [
+        {"variant": row["variant"], "seed": row["seed"], **epoch}
+        for row in known
+        for metrics in [run_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
+        if row["status"] == "complete" and metrics.exists()  # else trained on another machine
+        for epoch in epoch_rows(metrics)
+    ]
+    write_csv(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])
+    if text := epochs_markdown(epochs):
+        write_text(study.folder / "epochs.md", text)

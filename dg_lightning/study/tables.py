@@ -1,0 +1,215 @@
+"""The tables of a study: a row a run, mean and spread of a variant, and all beside the paper."""
+
+import csv
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import dg_lightning
+from dg_lightning.study.published import published
+
+__all__ = ["paired_difference", "summarised", "summary_markdown", "write_csv", "write_text"]
+
+COLUMNS = (
+    "dataset",
+    "variant",
+    "seed",
+    "accuracy",
+    "macro_f1",
+    "micro_f1",
+    "macs",
+    "macs_dense",
+    "macs_reduction",
+    "gate_macs",
+    "relmac_paper",
+    "relmac_table_rule",
+    "flops",
+    "params",
+    "params_needed",
+    "val_accuracy",
+    "best_val_accuracy",
+    "hardness_correlation",
+    "train_seconds",
+    "epochs",
+    "device",
+    "status",
+    "reason",
+)
+_NAMES = ("dataset", "variant", "seed", "device", "status", "reason")
+_LIBRARIES = ("torch", "lightning", "torchmetrics", "optuna", "numpy")
+
+Row = Mapping[str, Any]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
+    """Write rows as CSV: the known columns first, then what else they have."""
+    more = dict.fromkeys(key for row in rows for key in row if key not in columns)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, *more], restval="")
+        writer.writeheader()
+        writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
+    temporary.replace(path)
+
+
+def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return mean and standard deviation of every figure, a row a variant, in order of appearance.
+
+    >>> rows = [{"variant": "a", "status": "complete", "accuracy": x} for x in (0.5, 0.7)]
+    >>> [(r["variant"], r["runs"], round(r["accuracy_mean"], 3)) for r in summarised(rows)]
+    [('a', 2, 0.6)]
+    """
+    found = []
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        done = [r for r in rows if r["variant"] == name and r["status"] == "complete"]
+        failed = [r for r in rows if r["variant"] == name and r["status"] != "complete"]
+        summary: dict[str, Any] = {"variant": name, "runs": len(done), "failed": len(failed)}
+        for key in dict.fromkeys(k for row in done for k in row if k not in _NAMES):
+            values = [row[key] for row in done if isinstance(row.get(key), int | float)]
+            if values:
+                summary[f"{key}_mean"] = statistics.fmean(values)
+                summary[f"{key}_std"] = statistics.stdev(values) if len(values) > 1 else None
+        found.append(summary)
+    return found
+
+
+def paired_difference(
+    rows: Sequence[Row], variant: str, reference: str = "baseline", key: str = "accuracy"
+) -> tuple[float, float | None, int] | None:
+    """Return mean and standard error of a variant's lead over a reference, and over how many seeds.
+
+    Seeds that both have are compared one by one, which takes out what they share: split and order.
+
+    >>> rows = [{"variant": v, "seed": s, "status": "complete", "accuracy": a + 0.1 * s}
+    ...         for v, a in (("baseline", 0.5), ("rigl", 0.52)) for s in (0, 1)]
+    >>> mean, error, seeds = paired_difference(rows, "rigl")
+    >>> round(mean, 6), round(error, 6), seeds
+    (0.02, 0.0, 2)
+    """
+    done = [row for row in rows if row["status"] == "complete"]
+    theirs = {row["seed"]: row[key] for row in done if row["variant"] == reference}
+    own = {row["seed"]: row[key] for row in done if row["variant"] == variant}
+    differences = [own[seed] - theirs[seed] for seed in own.keys() & theirs.keys()]
+    if not differences or variant == reference:
+        return None
+    count = len(differences)
+    error = statistics.stdev(differences) / math.sqrt(count) if count > 1 else None
+    return statistics.fmean(differences), error, count
+
+
+def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None) -> str:
+    """Return the tables of a study as Markdown: accuracy, compute, and what to know about them."""
+    source = published(dataset)
+    summaries = summarised(rows)
+    parts = [
+        f"# {dataset}",
+        *([notes.strip()] if notes else []),
+        "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
+        "baseline is the mean of differences of equal seeds, ± its standard error. Validation "
+        "decides nothing here but what a config says; the test part is used once a run.",
+        _table(
+            ["variant", "runs", "test accuracy", "lead over baseline", "paper", "macro-F1",
+             "micro-F1", "best validation", "training, s"],
+            [_accuracy_cells(s, rows, source["rows"].get(s["variant"], {})) for s in summaries],
+        ),
+        "MACs are executed multiply-accumulates a sample, on the same hard gates as the accuracy, "
+        "decisions (GateNets, routers) included; FLOPs are twice that. RelMAC is the paper's "
+        "formula (hidden maps, own rows, no decisions); the table's rule is how the paper's own "
+        f"table counts ({source['rule']}). All are shares of the dense net's.",
+        _table(
+            ["variant", "MACs", "of which decisions", "reduction", "by RelMAC",
+             "by the table's rule", "paper", "its script", "parameters", "needed"],
+            [_compute_cells(s, source["rows"].get(s["variant"], {})) for s in summaries],
+        ),
+    ]  # fmt: skip
+    remarks = [
+        f"- `{name}`: {' '.join(row['note'].split())}"
+        for name, row in source["rows"].items()
+        if "note" in row and any(s["variant"] == name for s in summaries)
+    ]
+    if remarks:
+        parts += [f"Of the paper's table ({source['table']}):", "\n".join(remarks)]
+    else:
+        parts.append(f"The paper's table: {source['table']}.")
+    if failed := [row for row in rows if row["status"] != "complete"]:
+        lines = [f"- {row['variant']}, seed {row['seed']}: {row['reason']}" for row in failed]
+        parts += ["Failed:", "\n".join(lines)]
+    devices = sorted({str(row["device"]) for row in rows if row.get("device")})
+    parts.append(f"Made with {libraries()}, on {' and '.join(devices) or 'nothing yet'}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def libraries() -> str:
+    """Return the versions that a result depends on."""
+    versions = [f"{name} {version(name)}" for name in _LIBRARIES]
+    return ", ".join([f"dg-lightning {dg_lightning.__version__}", *versions])
+
+
+def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
+    lead = paired_difference(rows, summary["variant"])
+    return [
+        f"`{summary['variant']}`",
+        str(summary["runs"]) + (f" ({summary['failed']} failed)" if summary["failed"] else ""),
+        _percent(summary, "accuracy"),
+        "" if lead is None else _points(lead[0], lead[1]),
+        _plain_percent(paper.get("accuracy")),
+        _percent(summary, "macro_f1"),
+        _percent(summary, "micro_f1"),
+        _percent(summary, "best_val_accuracy"),
+        _number(summary, "train_seconds", ".1f"),
+    ]
+
+
+def _compute_cells(summary: Row, paper: Row) -> list[str]:
+    by_relmac, by_rule = (
+        _plain_percent(None if summary.get(key) is None else 1 - summary[key])
+        for key in ("relmac_paper_mean", "relmac_table_rule_mean")
+    )
+    return [
+        f"`{summary['variant']}`",
+        _number(summary, "macs", ",.0f"),
+        _number(summary, "gate_macs", ",.0f"),
+        _percent(summary, "macs_reduction"),
+        by_relmac,
+        by_rule,
+        _plain_percent(paper.get("macs_reduction")),
+        _plain_percent(paper.get("script_macs_reduction")),
+        _number(summary, "params", ",.0f"),
+        _number(summary, "params_needed", ",.0f"),
+    ]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _percent(summary: Row, key: str) -> str:
+    mean, spread = summary.get(f"{key}_mean"), summary.get(f"{key}_std")
+    if mean is None:
+        return ""
+    return f"{mean:.2%}" + ("" if spread is None else f" ± {100 * spread:.2f}")
+
+
+def _points(mean: float, error: float | None) -> str:
+    return f"{100 * mean:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+
+def _plain_percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"
+
+
+def _number(summary: Row, key: str, form: str) -> str:
+    mean = summary.get(f"{key}_mean")
+    return "" if mean is None else format(mean, form)

@@ -1,0 +1,160 @@
+"""One trial: train as `fit` does, test once, and return its row."""
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from dg_lightning.compute import needed_parameters
+from dg_lightning.compute_report import ComputeReport
+from dg_lightning.study.published import published, relative_macs_by_rule
+from dg_lightning.study.settings import PlannedTrial
+
+__all__ = ["Stopwatch", "log_of", "run_folder", "train", "train_and_test"]
+
+
+class Stopwatch(pl.Callback):
+    """Takes the time of a training, and its validation accuracies, epoch by epoch."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.accuracies: list[float] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        accuracy = trainer.callback_metrics.get("val/accuracy")
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and accuracy is not None:
+            self.accuracies.append(float(accuracy))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self._start
+
+
+def log_of(folder: Path) -> Path:
+    """Return where a run's warnings, and the reason of its failure, are."""
+    return folder.with_name(f"{folder.name}.log")
+
+
+def run_folder(output: Path, variant: str, seed: int) -> Path:
+    """Return where a trial leaves its config, metrics and checkpoint."""
+    return output / "runs" / variant / f"seed_{seed}"
+
+
+def train(
+    arguments: Sequence[str], folder: Path, callbacks: Sequence[pl.Callback], test: bool
+) -> tuple[Any, Mapping[str, float]]:
+    """Run `fit` in this process, and `test` on what its own checkpoint rule has kept.
+
+    What is printed goes into a file beside the run's folder.
+
+    Returns:
+        The command line's parts (trainer, model, data), and what the test has logged.
+    """
+    from dg_lightning.cli.program import run_command
+
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    options = [
+        f"--trainer.default_root_dir={folder}",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        f"--trainer.logger.save_dir={folder.parents[1]}",
+        f"--trainer.logger.name={folder.parent.name}",
+        f"--trainer.logger.version={folder.name}",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+    ]
+    logged: Mapping[str, float] = {}
+    with (
+        log_of(folder).open("w", encoding="utf-8") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+        _without_notes(),
+    ):
+        cli = run_command(["fit", *arguments, *options], callbacks)
+        if test:
+            checkpoint = "best" if cli.trainer.checkpoint_callback is not None else None
+            (logged,) = cli.trainer.test(
+                cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint, verbose=False
+            )
+    return cli, logged
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Leave out what Lightning tells on the terminal, but for warnings."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def train_and_test(dataset: str, table: str, trial: PlannedTrial, output: Path) -> dict[str, Any]:
+    """Train a trial, test it once, and return its row.
+
+    Args:
+        dataset: Name of the dataset.
+        table: Name of the published table, whose rule of counting is applied too.
+        trial: The trial.
+        output: Folder of the study.
+    """
+    stopwatch = Stopwatch()
+    folder = run_folder(output, trial.variant, trial.seed)
+    cli, logged = train(trial.arguments, folder, [stopwatch], test=True)
+    rule = published(table)["rule"]
+    return {"dataset": dataset, **_row(rule, trial, cli, logged, stopwatch)}
+
+
+def _row(
+    rule: str, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], watch: Stopwatch
+) -> dict[str, Any]:
+    if "test/accuracy" not in logged:
+        raise ValueError(
+            f"The model of {trial.name} logs no `test/accuracy`, which is what a study compares; "
+            f"it logs {', '.join(logged)}."
+        )
+    row = {
+        "variant": trial.variant,
+        "seed": trial.seed,
+        "accuracy": logged["test/accuracy"],
+        "macro_f1": logged.get("test/macro_f1"),
+        "micro_f1": logged["test/accuracy"],  # the same where every sample has one label
+        "val_accuracy": watch.accuracies[-1] if watch.accuracies else None,
+        "best_val_accuracy": max(watch.accuracies, default=None),
+        "train_seconds": watch.seconds,
+        "epochs": cli.trainer.current_epoch,
+        "params": sum(p.numel() for p in cli.model.parameters()),
+        "device": cli.trainer.strategy.root_device.type,
+    }
+    report: ComputeReport | None = getattr(cli.model, "compute_report", None)
+    if report is None:  # somebody's own module
+        macs, dense = logged.get("compute/macs"), logged.get("compute/macs_dense")
+        row |= {"macs": macs or 0.0, "macs_dense": dense}
+        return row
+    routing = {key: value for key, value in logged.items() if key.startswith("routing/")}
+    return row | {
+        "macs": report.macs,
+        "macs_dense": report.macs_dense,
+        "macs_reduction": 1 - report.macs / report.macs_dense,
+        "gate_macs": report.gate_macs,
+        "relmac_paper": report.relative_macs("g", fused=True),
+        "relmac_table_rule": relative_macs_by_rule(report, rule),
+        "flops": 2 * report.macs,
+        "params_needed": needed_parameters(cli.model.net),
+        "hardness_correlation": logged.get("gates/hardness_correlation"),
+        **{"_".join(key.split("/")[:2]): value for key, value in routing.items()},
+    }

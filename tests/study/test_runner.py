@@ -1,0 +1,152 @@
+"""Studies on the digits: killed and resumed, failing in part, with several workers."""
+
+import csv
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dg_lightning.cli import main
+from dg_lightning.study import Study, Variant, run_study, runner, training
+from dg_lightning.study.queue import TrialQueue
+
+SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "data.batch_size=32"]
+TIMES = ("train_seconds",)
+
+
+def study(folder: Path, **changes: Any) -> Study:
+    defaults: dict[str, Any] = {
+        "dataset": "digits",
+        "output": str(folder),
+        "variants": {"baseline": Variant(), "dropout": Variant()},
+        "seeds": 2,
+        "options": SHORT,
+    }
+    return Study(**{**defaults, **changes})
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def killed(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_training(self: Any, *_: Any) -> None:
+    if os.environ.setdefault("TRIALS", "") == "x":  # the second trial of this process
+        killed()
+    os.environ["TRIALS"] += "x"
+    self._start = 0.0
+
+
+def killed_in_finish(self: Any, trial: Any, row: Any) -> None:
+    trial.set_user_attr("row", dict(row))
+    killed()
+
+
+KILLS: list[tuple[Any, str, Callable[..., None]]] = [
+    (training.Stopwatch, "on_train_start", killed_in_training),
+    (TrialQueue, "finish", killed_in_finish),
+    (runner, "write_tables", killed),
+]
+
+
+def run_and_be_killed(folder: str, kill: int) -> None:
+    torch.set_num_threads(1)
+    place, name, replacement = KILLS[kill]
+    setattr(place, name, replacement)
+    run_study(study(Path(folder)))
+
+
+def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
+    fork = multiprocessing.get_context("fork")
+    for kill in range(len(KILLS)):
+        process = fork.Process(target=run_and_be_killed, args=(str(interrupted), kill))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert run_study(study(interrupted))
+    assert run_study(study(whole))
+    rows = results(interrupted)
+    assert rows == results(whole)
+    assert [(r["variant"], r["seed"], r["status"]) for r in rows] == [
+        (v, s, "complete") for v in ("baseline", "dropout") for s in "01"
+    ]
+    folder = interrupted / "runs" / "baseline" / "seed_0"
+    assert (folder / "config.yaml").is_file()
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    # What is done is not done again, whoever asks.
+    before = (folder / "config.yaml").stat().st_mtime_ns
+    assert run_study(study(interrupted))
+    assert (folder / "config.yaml").stat().st_mtime_ns == before
+
+
+def test_one_failure_is_told_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = {
+        "baseline": Variant(),
+        "wrong": Variant("digits/baseline", ["model.no_such_option=1"]),
+        "sharp": Variant("digits/dynamicgate", ["trainer.callbacks.weight=-1.0"]),
+    }
+    assert not run_study(study(tmp_path, variants=variants, seeds=1))
+    good, wrong, sharp = results(tmp_path)
+    assert (good["status"], wrong["status"], sharp["status"]) == ("complete", "failed", "failed")
+    assert "no_such_option" in wrong["reason"]
+    assert "`weight` must be at least 0" in sharp["reason"]
+    said = capsys.readouterr().out
+    assert "[1/3] baseline, seed 0: " in said
+    assert "best so far baseline, " in said
+    assert "2 of 3 trials have failed" in said
+    assert "Failed:" in (tmp_path / "summary.md").read_text()
+    log = (tmp_path / "runs" / "sharp" / "seed_0.log").read_text()
+    assert "Traceback" in log
+
+
+def test_two_workers_of_the_program(tmp_path: Path, in_empty_folder: None) -> None:
+    config = tmp_path / "study.yaml"
+    config.write_text(
+        "dataset: digits\nseeds: [4]\nvariants:\n  baseline: {}\n"
+        "  gated: {config: digits/dynamicgate, options: ['trainer.callbacks.weight=0.5']}\n"
+    )
+    given = [f"--set={SHORT}", "--workers=2", f"--output={tmp_path / 'out'}"]
+    main(["study", f"--config={config}", *given])
+    rows = results(tmp_path / "out")
+    assert [(row["variant"], row["seed"]) for row in rows] == [("baseline", "4"), ("gated", "4")]
+    assert float(rows[0]["macs_reduction"]) == 0
+    assert int(rows[0]["params"]) == int(rows[0]["params_needed"]) == 50_826
+    assert int(rows[1]["params"]) == 50_826 + 64 + 256 + 128
+    for name in ("summary.csv", "summary.md", "report.html"):
+        assert "gated" in (tmp_path / "out" / name).read_text()
+    assert list((tmp_path / "out" / "workers").glob("*.lock")) in (
+        [],
+        [tmp_path / "out" / "workers" / "create.lock"],
+    )
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, in_empty_folder: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*args: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main(["study", *args])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
+
+    assert "did you mean studies/digits?" in said("--config=studies/digit", "--output=o")
+    assert "output" in said("--config=studies/digits")
+    assert "no variant 'base'" in said("--config=studies/digits", "--output=o", "--only=[base]")
+    assert "`workers` must be at least 1" in said(
+        "--config=studies/digits", "--output=o", "--workers=0"
+    )

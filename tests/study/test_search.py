@@ -1,0 +1,125 @@
+"""Searches: what is on the front, what is given up, and a small one through the program."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import yaml
+
+from dg_lightning.cli import main
+from dg_lightning.study import Parameter, Search, run_search
+from dg_lightning.study.findings import cheapest_within, dominated_by, pareto_front
+
+
+def trials(*points: tuple[float, float]) -> list[optuna.trial.FrozenTrial]:
+    return [optuna.trial.create_trial(values=list(point)) for point in points]
+
+
+def test_the_front_is_optunas_own() -> None:
+    points = [(0.9, 0.5), (0.8, 0.3), (0.85, 0.6), (0.95, 0.9), (0.8, 0.2), (0.7, 0.2)]
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    study.add_trials(trials(*points))
+    front = pareto_front(study.trials)
+    assert [tuple(t.values) for t in front] == [(0.8, 0.2), (0.9, 0.5), (0.95, 0.9)]
+    assert {t.number for t in front} == {t.number for t in study.best_trials}
+
+
+def test_the_cheapest_within_a_tolerance() -> None:
+    found = trials((0.95, 0.9), (0.92, 0.3), (0.90, 0.1))
+    assert cheapest_within(found, 0.94, 0.02) is found[1]
+    assert cheapest_within(found, 0.94, 0.05) is found[2]
+    assert cheapest_within(found, 0.99, 0.01) is None
+
+
+def test_a_training_is_compared_at_the_same_epoch() -> None:
+    others = [[(0.5, 1.0), (0.9, 0.2)], [(0.6, 0.9)], [(0.4, 0.1), (0.8, 0.5)]]
+    assert dominated_by([(0.45, 1.0)], others) == 2
+    assert dominated_by([(0.5, 1.0), (0.7, 0.5)], others) == 2
+    assert dominated_by([(0.5, 1.0), (0.7, 0.1)], others) == 0  # cheaper than all
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs `low` and `high`, or `choices`"),
+        ({"low": 0.1, "high": 1.0, "choices": [1]}, "or `choices`"),
+        ({"choices": []}, "or `choices`"),
+        ({"low": 2, "high": 1}, "`low` below `high`, got 2 and 1"),
+    ],
+)
+def test_parameters_refuse(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parameter("model.gate_lr_factor", **arguments)
+
+
+SHORT = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "data.batch_size=32"]
+
+
+def test_a_search_through_the_program(tmp_path: Path, in_empty_folder: None) -> None:
+    config, out = tmp_path / "search.yaml", tmp_path / "out"
+    hidden = {"name": "model.net.hidden", "choices": [[16], [64, 32]]}
+    weight = {"name": "trainer.callbacks.weight", "low": 0.1, "high": 1.0, "log": True}
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "base": "digits/dynamicgate",
+                "baseline": "digits/baseline",
+                "parameters": [hidden, weight],
+                "options": SHORT,
+                "tolerance": 1.0,
+                "trials": 2,
+            }
+        )
+    )
+    main(["search", f"--config={config}", f"--output={out}"])
+    # Interrupted after two trials, and asked for more of them.
+    main(["search", f"--config={config}", f"--output={out}", "--trials=3"])
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["kind"] for row in rows] == ["baseline", "search", "search", "search"]
+    assert {row["status"] for row in rows} == {"complete"}
+    assert {row["model.net.hidden"] for row in rows[1:]} <= {"[16]", "[64, 32]"}
+    chosen = yaml.safe_load((out / "cheapest.yaml").read_text())
+    cheapest = min(
+        rows[1:], key=lambda row: (float(row["macs_share"]), -float(row["val_accuracy"]))
+    )
+    assert (
+        str(chosen["model"]["init_args"]["net"]["init_args"]["hidden"])
+        == cheapest["model.net.hidden"]
+    )
+    assert chosen["trainer"]["logger"]["init_args"]["save_dir"] == "runs"
+    main(["fit", f"--config={out / 'cheapest.yaml'}", "--trainer.fast_dev_run=true"])
+    assert "trial" in (out / "summary.md").read_text()
+    assert not next(iter((out / "runs").rglob("metrics.csv"))).read_text().count("test/")
+
+
+def test_hopeless_trainings_are_given_up_and_failures_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dg_lightning.study import search as module
+
+    monkeypatch.setattr(module, "dominated_by", lambda curve, others: len(others))
+    asked = Search(
+        base="digits/dynamicgate",
+        output=str(tmp_path),
+        parameters=[Parameter("trainer.callbacks.weight", choices=[0.1, -1.0])],
+        baseline="digits/baseline",
+        options=SHORT,
+        sampler="grid",
+        trials=2,
+        dominated_by=1,
+        give_up_after=0.0,
+    )
+    run_search(asked)
+    with (tmp_path / "results.csv").open() as file:
+        baseline, *rows = csv.DictReader(file)
+    assert baseline["status"] == "complete"
+    said = {row["trainer.callbacks.weight"]: (row["status"], row["reason"]) for row in rows}
+    assert said["0.1"] == ("pruned", "Others were better at epoch 1.")
+    assert said["-1.0"][0] == "fail"
+    assert "`weight` must be at least 0" in said["-1.0"][1]
+    asked.parameters = [Parameter("model.gate_lr_factor", low=1, high=2)]
+    with pytest.raises(ValueError, match="a search of other parameters"):
+        run_search(asked)
