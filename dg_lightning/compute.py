@@ -161,9 +161,9 @@ def needed_parameters(module: nn.Module) -> int:
             for gate in (linear_map.input_gate, gate_out)
         )
         if inputs is not None:
-            kept &= inputs
+            kept &= inputs.to(kept.device)  # a Trainer moves a module back, not what it left
         if outputs is not None:
-            kept &= outputs.unsqueeze(-1)
+            kept &= outputs.unsqueeze(-1).to(kept.device)
         rows = linear_map.linear.out_features if outputs is None else int(outputs.sum())
         total += int(kept.sum()) + (rows if linear_map.linear.bias is not None else 0)
     return total

@@ -39,11 +39,6 @@ _ADVERTISING = "Tip: For seamless cloud"
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the program with the given arguments, or with those of the command line."""
-    for noise in _NOISE:
-        warnings.filterwarnings("ignore", noise)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: _ADVERTISING not in record.getMessage()
-    )
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
     given = list(sys.argv[1:] if args is None else args)
     try:
@@ -63,6 +58,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
     """Run a command of one training, with further callbacks, and return what it was made of."""
+    for noise in _NOISE:
+        warnings.filterwarnings("ignore", noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertising)
     return GateCLI(
         pl.LightningModule,
         pl.LightningDataModule,
@@ -83,6 +81,10 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
         auto_configure_optimizers=False,
         args=args,
     )
+
+
+def _is_no_advertising(record: logging.LogRecord) -> bool:
+    return _ADVERTISING not in record.getMessage()
 
 
 class GateCLI(LightningCLI):

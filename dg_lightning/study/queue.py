@@ -59,8 +59,9 @@ class TrialQueue(SharedStudy):
 
     def finish(self, trial: optuna.Trial, row: Mapping[str, Any]) -> None:
         """Record the row of a trial that is done."""
-        trial.set_user_attr("row", dict(row))
-        self.study.tell(trial, [row["accuracy"], row["macs"]])
+        with self.if_still_ours():
+            trial.set_user_attr("row", dict(row))
+            self.study.tell(trial, [row["accuracy"], row["macs"]])
 
     def take_up_lost(self) -> None:
         """Queue again what a worker has died in."""
@@ -75,13 +76,14 @@ class TrialQueue(SharedStudy):
     def rows(self) -> list[dict[str, Any]]:
         """Return one row for each trial that is complete or has failed."""
         rows = {}
-        for trial in self._live():
+        newest = {_key(trial): trial for trial in self._live()}  # a retried one runs again
+        for key, trial in newest.items():
             if trial.state is TrialState.COMPLETE:
-                rows[_key(trial)] = {**trial.user_attrs["row"], "status": "complete"}
+                rows[key] = {**trial.user_attrs["row"], "status": "complete"}
             elif trial.state is TrialState.FAIL:
                 named = {name: trial.user_attrs[name] for name in ("variant", "seed")}
                 reason = trial.user_attrs["reason"]
-                rows[_key(trial)] = {**named, "status": "failed", "reason": reason}
+                rows[key] = {**named, "status": "failed", "reason": reason}
         return list(rows.values())
 
     def _live(self, with_failed: bool = True) -> list[FrozenTrial]:

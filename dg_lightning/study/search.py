@@ -246,8 +246,9 @@ def _try(search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
     except (Exception, SystemExit) as error:  # one trial must not stop the rest
         shared.fail(trial, reason_of(error))
     else:
-        trial.set_user_attr("train_seconds", watch.seconds)
-        shared.study.tell(trial, _point(cli.trainer.callback_metrics))
+        with shared.if_still_ours():
+            trial.set_user_attr("train_seconds", watch.seconds)
+            shared.study.tell(trial, _point(cli.trainer.callback_metrics))
     print(_line(search, shared, trial), flush=True)
 
 

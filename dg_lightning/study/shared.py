@@ -4,7 +4,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import Engine, event
 
 __all__ = ["SharedStudy", "storage_in"]
 
@@ -51,6 +52,8 @@ class SharedStudy:
             self.storage = RDBStorage(
                 storage, engine_kwargs=waits, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE
             )
+            if waits:
+                _one_writer_at_a_time(self.storage.engine)
             self.study = optuna.create_study(
                 storage=self.storage,
                 study_name=name,
@@ -104,8 +107,15 @@ class SharedStudy:
 
     def fail(self, trial: optuna.Trial, reason: str) -> None:
         """Record why a trial could not be done."""
-        trial.set_user_attr("reason", reason)
-        self.study.tell(trial, state=TrialState.FAIL)
+        with self.if_still_ours():
+            trial.set_user_attr("reason", reason)
+            self.study.tell(trial, state=TrialState.FAIL)
+
+    @contextmanager
+    def if_still_ours(self) -> Iterator[None]:
+        """Let go of a trial that was given to somebody else, as after a machine has slept."""
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            yield
 
     def lost(self) -> list[FrozenTrial]:
         """Return the trials whose workers have died; they run no more."""
@@ -138,6 +148,24 @@ class SharedStudy:
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in these states."""
         return self.study.get_trials(deepcopy=False, states=states)
+
+
+def _one_writer_at_a_time(engine: Engine) -> None:
+    """Let what SQLite reads and then writes be one transaction.
+
+    Python's driver begins a transaction with the first write. Two workers that look for a waiting
+    trial would both find the same one, and both take it.
+    """
+
+    @event.listens_for(engine, "connect")
+    def _leave_transactions_to_us(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections that were made before
 
 
 @contextmanager

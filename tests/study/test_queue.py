@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
+from sqlalchemy.exc import OperationalError
 
 from dg_lightning.study import shared
 from dg_lightning.study.queue import TrialQueue
@@ -56,6 +57,32 @@ def test_two_processes_share_a_queue_and_do_nothing_twice(tmp_path: Path) -> Non
     rows = open_queue(tmp_path).rows()
     assert len(rows) == 6
     assert {row["status"] for row in rows} == {"complete"}
+
+
+def test_to_look_and_to_take_is_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With Python's own transactions, which begin with a write, two workers take the same trial.
+    one = open_queue(tmp_path)
+    monkeypatch.setattr(shared, "_SQLITE_WAIT", 0.05)
+    two = TrialQueue(storage_in(tmp_path), "test", tmp_path / "workers")
+    with one.storage.engine.begin(), pytest.raises(OperationalError, match="locked"):
+        two.storage.engine.connect().begin()
+
+
+def test_a_trial_that_was_given_to_somebody_else_is_let_go(tmp_path: Path) -> None:
+    with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
+        one.fill(PLANNED[:1])
+        asleep, _ = one.claim(PLANNED)
+        two.study.tell(0, state=TrialState.FAIL)
+        two.take_up_lost()
+        awake, _ = two.claim(PLANNED)
+        assert asleep is not None
+        assert awake is not None
+        two.finish(awake, {**ROW, "variant": "a", "seed": 0})
+        one.finish(asleep, {**ROW, "accuracy": 0.1, "variant": "a", "seed": 0})
+        one.fail(asleep, "too late")
+        assert [row["accuracy"] for row in two.rows()] == [0.5]
 
 
 def test_what_two_workers_queue_at_once_counts_once(tmp_path: Path) -> None:

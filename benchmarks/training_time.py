@@ -1,0 +1,170 @@
+"""How long an epoch of MNIST takes: the whole program against loops that people write by hand.
+
+    python benchmarks/training_time.py --root data
+
+Ours is `dg-lightning fit --config mnist/dynamicgate` with every gate callback there is, a CSV
+logger and checkpoints, in this process. The usual loop is a torchvision dataset with per-sample
+transforms, a DataLoader (0 or 2 workers, whichever is faster), the same gated net, and a penalty on
+mean p. The raw loop has the images as tensors, cuts batches by index, never asks for a number, and
+uses a fused optimizer. All see 54,000 images in batches of 128; epochs are timed in turns,
+validation is left out, and the medians are compared.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+from typing_extensions import override
+
+from dg_lightning import GatedMLP, gate_layers
+from dg_lightning.cli.program import run_command
+from dg_lightning.datamodules import MNISTDataModule
+
+BATCH = 128
+LAMBDA = 1e-3
+FEWEST, MOST = 3.0, 1.5  # the usual loop over ours; ours over the raw loop
+GATE = {"kind": "static", "initial_open_rate": 0.8, "min_open": 0.02}
+# Beside the CollapseDetector, ExactResume and BudgetController of the config.
+MORE = [
+    "dg_lightning.callbacks.TemperatureAnnealing",
+    "dg_lightning.callbacks.ThresholdPhases",
+    "dg_lightning.callbacks.MinimumActivity",
+]
+
+
+class Lap(pl.Callback):
+    """Lets other loops run between two epochs, and times its own."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.between = between
+        self.seconds: list[float] = []
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.between()
+        self.start = time.perf_counter()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def gated_net() -> tuple[GatedMLP, torch.optim.Optimizer]:
+    net = GatedMLP(784, [256], 10, gate=GATE, input_gate=GATE)  # type: ignore[arg-type]
+    return net, torch.optim.Adam(net.parameters(), lr=1e-3)
+
+
+def usual_epoch(loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
+    """Train as most scripts do: a batch from the loader, and the loss summed up for the log."""
+    net, optimizer = gated_net()
+    criterion = nn.CrossEntropyLoss()
+    start, total = time.perf_counter(), 0.0
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = criterion(net(images), labels)
+        for gate in gate_layers(net).values():
+            assert gate.probability is not None
+            loss = loss + LAMBDA * gate.probability.mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(images)
+    return time.perf_counter() - start
+
+
+def raw_epoch(images: Tensor, labels: Tensor) -> float:
+    """Train on tensors, with nothing that is not needed."""
+    net = GatedMLP(784, [256], 10, gate=GATE, input_gate=GATE)  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+    gates = list(gate_layers(net).values())
+    start = time.perf_counter()
+    for batch in torch.randperm(len(images)).split(BATCH):
+        loss = F.cross_entropy(net(images[batch]), labels[batch])
+        for gate in gates:
+            assert gate.probability is not None
+            loss = loss + LAMBDA * gate.probability.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.perf_counter() - start
+
+
+def usual_loader(root: str, samples: int, workers: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    from torchvision import datasets, transforms
+
+    steps = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    dataset = datasets.MNIST(root, train=True, download=True, transform=transforms.Compose(steps))
+    part = Subset(dataset, range(samples))
+    return DataLoader(part, batch_size=BATCH, shuffle=True, num_workers=workers)
+
+
+def epochs(root: str, rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """Run all loops in turns; yield the seconds of each."""
+    data = MNISTDataModule(root=root, batch_size=60_000)  # all at once
+    data.prepare_data()
+    data.setup("fit")
+    images, labels = next(iter(data.train_dataloader()))
+    usual = {n: usual_loader(root, len(images), n) for n in (0, 2)}
+    loops: dict[str, Callable[[], float]] = {
+        "usual, 0 workers": partial(usual_epoch, usual[0]),
+        "usual, 2 workers": partial(usual_epoch, usual[2]),
+        "raw tensors": partial(raw_epoch, images.clone(), labels.clone()),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in loops}
+
+    def others() -> None:
+        for name, loop in loops.items():
+            taken[name].append(loop())
+
+    lap = Lap(others)
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--trainer.callbacks+={name}" for name in MORE]
+        run_command(
+            [
+                *["fit", "--config=mnist/dynamicgate", f"--data.root={root}"],
+                *["--trainer.accelerator=cpu", f"--trainer.max_epochs={rounds}"],
+                *["--trainer.limit_val_batches=0", "--trainer.enable_progress_bar=false"],
+                *[f"--trainer.default_root_dir={folder}", f"--trainer.logger.save_dir={folder}"],
+                *options,
+            ],
+            [lap],
+        )
+    yield "dg-lightning fit", lap.seconds
+    yield from taken.items()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", default="data")
+    parser.add_argument("--rounds", type=int, default=6)
+    arguments = parser.parse_args()
+    seconds = {
+        # The first epoch has what is done once.
+        name: statistics.median(times[1:])
+        for name, times in epochs(arguments.root, arguments.rounds)
+    }
+    ours = seconds["dg-lightning fit"]
+    table = Table(title="One epoch of MNIST, 54,000 images, batches of 128, median")
+    for column in ("loop", "seconds", "of ours"):
+        table.add_column(column, justify="left" if column == "loop" else "right")
+    for name, taken in seconds.items():
+        table.add_row(name, f"{taken:.2f}", f"{taken / ours:.2f}")
+    Console().print(table)
+    usual = min(taken for name, taken in seconds.items() if name.startswith("usual"))
+    raw = ours / seconds["raw tensors"]
+    print(f"{usual / ours:.2f} times faster than the usual loop (bar: at least {FEWEST})")
+    print(f"{raw:.2f} times the raw loop (bar: at most {MOST})")
+
+
+if __name__ == "__main__":
+    main()
