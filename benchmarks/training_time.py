@@ -3,11 +3,11 @@
     python benchmarks/training_time.py --root data
 
 Ours is `dg-lightning fit --config mnist/dynamicgate` with every gate callback there is, a CSV
-logger and checkpoints, in this process. The usual loop is a torchvision dataset with per-sample
-transforms, a DataLoader (0 or 2 workers, whichever is faster), the same gated net, and a penalty on
-mean p. The raw loop has the images as tensors, cuts batches by index, never asks for a number, and
-uses a fused optimizer. All see 54,000 images in batches of 128; epochs are timed in turns,
-validation is left out, and the medians are compared.
+logger and checkpoints (written after an epoch, not timed), in this process. The usual loop is a
+torchvision dataset with per-sample transforms, a DataLoader (0 or 2 workers, whichever is faster),
+the same gated net, and a penalty on mean p. The raw loop has the images as tensors, cuts batches by
+index, never asks for a number, and uses a fused optimizer. All see 54,000 images in batches of 128;
+epochs are timed in turns, validation is left out, and the medians are compared.
 """
 
 import argparse

@@ -76,7 +76,7 @@ class RoutingMonitor(pl.Callback):
     ) -> None:
         self._batches += 1
         for name, router in self._routers().items():
-            dropped = (router.chosen & (router.gate == 0)).sum()
+            dropped = router.dropped.sum()
             self._dropped[name] = (
                 self._dropped[name] + dropped if name in self._dropped else dropped
             )
@@ -121,7 +121,8 @@ class RoutingMonitor(pl.Callback):
             found |= {f"routing/{key}/{name}": v for key, v in statistics.compute().items()}
         for key, value in found.items():
             if value.isfinite():  # a constant activity has no correlation
-                pl_module.log(key, value.float(), sync_dist=True)
+                # On the module's device: NCCL takes no other.
+                pl_module.log(key, value.float().to(pl_module.device), sync_dist=True)
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -146,6 +146,13 @@ class PBMC3kDataModule(BaseDataModule):
 
     @override
     def decode(self, save: Save) -> None:
+        threads = torch.get_num_threads()
+        try:
+            self._decode(save)
+        finally:
+            torch.set_num_threads(threads)  # numba, in scanpy, lets torch use all cores
+
+    def _decode(self, save: Save) -> None:
         cells = read_cells(self.path) if self._cells is None else self._cells
         counts = counts_of(cells, self.layer)
         normal = log_normalized(cells, counts)

@@ -25,7 +25,7 @@ class Router(nn.Module):
     training an expert takes in no more samples of a batch than its capacity, the first ones; in
     evaluation it takes all, so that a prediction does not hang on the other samples of its batch.
     Computes in float32, and leaves `probability`, `gate` (weights, 0 where not sent), `chosen`
-    (bool, before anything was dropped) and `capacity` behind.
+    (bool, before anything was dropped), `dropped` (bool) and `capacity` behind.
 
     Args:
         in_features: Width of what it reads.
@@ -65,6 +65,7 @@ class Router(nn.Module):
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
         self.chosen: Tensor | None = None
+        self.dropped: Tensor | None = None
         self.logits: Tensor | None = None
         self.capacity = 0
         self.register_buffer("temperature", torch.ones(()))
@@ -84,6 +85,7 @@ class Router(nn.Module):
             fits = chosen.cumsum(0) <= self.capacity
             g = weights * fits
         self.probability, self.gate, self.chosen, self.logits = p, g, chosen, z
+        self.dropped = chosen & ~fits
         return g
 
     def capacity_for(self, samples: int) -> int:
@@ -123,7 +125,7 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What the last forward pass left has a graph, which can be neither copied nor pickled.
-        left = ("probability", "gate", "chosen", "logits")
+        left = ("probability", "gate", "chosen", "dropped", "logits")
         return {**self.__dict__, **dict.fromkeys(left)}
 
 
@@ -239,6 +241,4 @@ class SwitchMoE(nn.Module):
     def auxiliary_loss(self) -> Tensor:
         """Return the load-balance and z loss of the last forward pass, weighted."""
         balance = self.load_balance * self.router.load_balance_loss()
-        loss = balance + self.z_loss * self.router.z_loss()
-        self.router.logits = None  # with its graph
-        return loss
+        return balance + self.z_loss * self.router.z_loss()

@@ -32,7 +32,6 @@ def run_many(args: list[str]) -> None:
     given = parser.parse_args(with_config_paths(rest))
     given.pop("config")
     settings = kind(**parser.instantiate(given).as_dict())
-    if isinstance(settings, Search):
-        run_search(settings)
-    elif not run_study(settings):
+    all_well = run_search(settings) if isinstance(settings, Search) else run_study(settings)
+    if not all_well:
         sys.exit(1)

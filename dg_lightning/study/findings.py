@@ -1,5 +1,6 @@
 """What a search has found: the Pareto front, and the cheapest net that is good enough."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
             "trial": trial.number,
             "kind": trial.user_attrs.get("kind", "search"),
             "val_accuracy": trial.values[0] if trial.values else None,
-            "macs_share": trial.values[1] if trial.values else None,
+            "macs": trial.values[1] if trial.values else None,
             "train_seconds": trial.user_attrs.get("train_seconds"),
             "status": trial.state.name.lower(),
             "reason": trial.user_attrs.get("reason") or trial.user_attrs.get("given_up"),
@@ -77,29 +78,36 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
         for trial in every
         if trial.state.is_finished()
     ]
-    write_csv(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs_share"])
+    write_csv(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs"])
     front = pareto_front(tried)
     for path in (search.folder / "pareto").glob("trial_*.yaml"):
         if path.stem not in {f"trial_{trial.number}" for trial in front}:
             path.unlink(missing_ok=True)  # beaten since
-    lines = ["| trial | validation accuracy | MACs | settings |", "|---|---:|---:|---|"]
+    lines = [
+        "| trial | validation accuracy | MACs | of the baseline's | settings |",
+        "|---|---:|---:|---:|---|",
+    ]
     for trial in front:
         _write_config(search, trial, search.folder / "pareto" / f"trial_{trial.number}.yaml")
-        accuracy, share = trial.values
+        accuracy, macs = trial.values
+        share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
         settings = ", ".join(f"`{value}`" for value in values_of(trial))
-        lines.append(f"| {trial.number} | {accuracy:.2%} | {share:.1%} | {settings} |")
+        lines.append(f"| {trial.number} | {accuracy:.2%} | {macs:,.0f} | {share} | {settings} |")
     text = f"# Search of {search.base}\n\nPareto front, by validation:\n\n" + "\n".join(lines)
-    if baseline is not None:
-        text += f"\n\nBaseline: {baseline.values[0]:.2%} at {baseline.values[1]:.1%} of the MACs."
+    path = search.folder / "cheapest.yaml"
+    path.unlink(missing_ok=True)  # of a trial that was beaten since
+    if baseline is None:
+        text += "\n\nThe baseline is not done, or has failed: there is nothing to compare with."
+    else:
+        text += f"\n\nBaseline: {baseline.values[0]:.2%} at {baseline.values[1]:,.0f} MACs."
         chosen = cheapest_within(tried, baseline.values[0], search.tolerance)
         if chosen is None:
             text += f" No trial is within {100 * search.tolerance:.2f} points of it."
         else:
-            path = search.folder / "cheapest.yaml"
             _write_config(search, chosen, path)
             text += (
                 f" The cheapest within {100 * search.tolerance:.2f} points is trial "
-                f"{chosen.number}: `dg-lightning fit --config {path}`."
+                f"{chosen.number}: `dg-lightning fit --config {shlex.quote(str(path))}`."
             )
     write_text(search.folder / "summary.md", text + "\n")
     return text
@@ -109,10 +117,7 @@ def _write_config(search: "Search", trial: FrozenTrial, path: Path) -> None:
     """Write the whole config of a trial, with the places of its base, ready for `fit`."""
     from dg_lightning.cli.configs import config_path
 
-    saved = search.folder / "runs" / "trials" / f"trial_{trial.number}" / "config.yaml"
-    if not saved.exists():  # trained on another machine
-        return
-    config = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    config = yaml.safe_load(trial.user_attrs["config"])
     base = yaml.safe_load(Path(config_path(search.base)).read_text(encoding="utf-8"))
     for key in _PLACE:
         config["trainer"].pop(key, None)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import optuna
+
 from dg_lightning.study.epochs import epoch_rows, epochs_markdown
 from dg_lightning.study.page import report_page
 from dg_lightning.study.queue import TrialQueue
@@ -36,6 +38,8 @@ class Study:
             stands for the seed.
         set: The same, after all others; for the command line.
         only: Names of the variants to be queued; all when None.
+        name: Name of the study in the storage, where there are several; that of the paper's table
+            if None.
         notes: What a reader of the tables should know.
         paper: Which published table stands beside ours; that of the dataset if None.
         storage: URL of a database that workers on many machines share; a file in `output` if None.
@@ -50,6 +54,7 @@ class Study:
     options: list[str] = field(default_factory=list)
     set: list[str] = field(default_factory=list)
     only: list[str] | None = None
+    name: str | None = None
     notes: str | None = None
     paper: str | None = None
     storage: str | None = None
@@ -67,19 +72,23 @@ class Study:
         return self.paper or self.dataset
 
     def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
-        """Return the trials."""
+        """Return the trials, of the variants in `only` if given."""
+        for name in only or ():
+            if name not in self.variants:
+                there = ", ".join(self.variants)
+                raise ValueError(f"There is no variant {name!r}; there are {there}.")
         # What comes from the command line stands behind the options of a variant, too.
         variants = {
             name: Variant(variant.config, [*variant.options, *self.set])
             for name, variant in self.variants.items()
         }
-        seeds = seeds_of(self.seeds)
-        return planned_trials(self.dataset, variants, seeds, self.options, only)
+        found = planned_trials(self.dataset, variants, seeds_of(self.seeds), self.options)
+        return [trial for trial in found if only is None or trial.variant in only]
 
     def queue(self) -> TrialQueue:
         """Open the queue."""
         storage = self.storage or storage_in(self.folder)
-        return TrialQueue(storage, self.table, self.folder / "workers")
+        return TrialQueue(storage, self.name or self.table, self.folder / "workers")
 
 
 def run_study(study: Study) -> bool:
@@ -90,19 +99,21 @@ def run_study(study: Study) -> bool:
     """
     if study.workers < 1:
         raise ValueError(f"`workers` must be at least 1, got {study.workers}.")
+    planned = study.planned(study.only)
     study.folder.mkdir(parents=True, exist_ok=True)
     queue = study.queue()
     queue.take_up_lost()
-    queue.fill(study.planned(study.only), study.retry_failed)
+    queue.fill(study.planned(), study.only, study.retry_failed)
     in_workers(_work, study, study.workers)
-    rows = queue.rows()
-    write_tables(study, rows)
+    rows = write_tables(study, queue)
     failed = [row for row in rows if row["status"] != "complete"]
     print((study.folder / "summary.md").read_text(encoding="utf-8"))
     print(f"Tables and runs are in {study.folder}.")
     if failed:
         print(f"{len(failed)} of {len(rows)} trials have failed; --retry_failed=true tries again.")
-    return not failed
+    if left := queue.unfinished(planned):
+        print(f"{left} trials are not done; the same command goes on with them.")
+    return not failed and not left
 
 
 def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers: int) -> None:
@@ -120,36 +131,47 @@ def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers:
     ]
     for process in others:
         process.start()
-    work(settings, 0, None)
+    try:
+        work(settings, 0, None)
+    except (KeyboardInterrupt, SystemExit):
+        print("Interrupted; the same command goes on with what is not done.", flush=True)
+        raise
     for process in others:
         process.join()
 
 
 def _work(study: Study, index: int, parent: int | None) -> None:
     """Take trials until none is left; end where the process that started this one is gone."""
-    planned = study.planned()
+    planned = study.planned(study.only)
     with study.queue() as queue:
         while parent is None or os.getppid() == parent:
             queue.take_up_lost()
             claimed, trial = queue.claim(planned)
             if claimed is None or trial is None:
-                if not queue.unfinished():
+                if not queue.unfinished(planned):
                     return
                 time.sleep(_LOOK_AGAIN)  # somebody may die, and leave a trial
                 continue
             with queue.beating(claimed):
-                try:
-                    row = train_and_test(study.dataset, study.table, trial, study.folder)
-                except (Exception, SystemExit) as error:  # one trial must not stop the rest
-                    folder = run_folder(study.folder, trial.variant, trial.seed)
-                    with log_of(folder).open("a", encoding="utf-8") as file:
-                        traceback.print_exception(error, file=file)
-                    queue.fail(claimed, reason_of(error))
-                else:
-                    queue.finish(claimed, row)
-            rows = queue.rows()
-            write_tables(study, rows)
-            print(progress_line(trial, rows, queue.unfinished(), study.workers), flush=True)
+                _do(study, queue, claimed, trial)
+            rows = write_tables(study, queue)
+            left = queue.unfinished(planned)
+            print(progress_line(trial, rows, left, study.workers), flush=True)
+
+
+def _do(study: Study, queue: TrialQueue, claimed: optuna.Trial, trial: PlannedTrial) -> None:
+    """Train and test a trial; one that fails must not stop the rest."""
+    from dg_lightning.cli.errors import Refusal
+
+    try:
+        row = train_and_test(study.dataset, study.table, trial, study.folder)
+    except (Exception, Refusal) as error:
+        folder = run_folder(study.folder, trial.variant, trial.seed)
+        with log_of(folder).open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+        queue.fail(claimed, reason_of(error))
+    else:
+        queue.finish_with(claimed, row)
 
 
 def reason_of(error: BaseException) -> str:
@@ -165,8 +187,9 @@ def progress_line(
 ) -> str:
     """Return what to say when a trial is done: its figures, what is left, and the best so far."""
     key = (trial.variant, trial.seed)
-    row = next(row for row in rows if (row["variant"], row["seed"]) == key)
-    line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {_figures(row)}"
+    row = next((row for row in rows if (row["variant"], row["seed"]) == key), None)
+    said = "was given to another worker" if row is None else _figures(row)
+    line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {said}"
     done = [row for row in rows if row["status"] == "complete"]
     if done and left:
         seconds = sum(row["train_seconds"] for row in done) / len(done) * left / workers
@@ -190,12 +213,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def write_tables(study: Study, rows: Sequence[dict[str, Any]]) -> None:
+def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     """Write what is known so far: results, summaries, the page, and the course of the runs."""
     order = list(study.variants)
-    known = [row for row in rows if row["variant"] in order]
+    known = [{"dataset": study.dataset, **row} for row in queue.rows(study.planned())]
     known.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
-    known = [{"dataset": study.dataset, **row} for row in known]
     write_csv(study.folder / "results.csv", known)
     write_csv(study.folder / "summary.csv", summarised(known), ["variant", "runs", "failed"])
     write_text(study.folder / "summary.md", summary_markdown(study.table, known, study.notes))
@@ -210,3 +232,4 @@ def write_tables(study: Study, rows: Sequence[dict[str, Any]]) -> None:
     write_csv(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])
     if text := epochs_markdown(epochs):
         write_text(study.folder / "epochs.md", text)
+    return known

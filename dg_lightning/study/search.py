@@ -1,6 +1,7 @@
 """The search for settings: validation accuracy against executed MACs, and what is worth having."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from dg_lightning.study.findings import dominated_by, values_of, write_results
 from dg_lightning.study.runner import in_workers, reason_of
-from dg_lightning.study.settings import as_option
+from dg_lightning.study.settings import as_option, what_is_trained
 from dg_lightning.study.shared import SharedStudy, storage_in
 from dg_lightning.study.training import Stopwatch, train
 
@@ -46,12 +47,21 @@ class Parameter:
     choices: list[Any] | None = None
 
     def __post_init__(self) -> None:
-        ranged = self.low is not None and self.high is not None
-        if ranged == (self.choices is not None) or self.choices == []:
+        low, high = self.low, self.high
+        if (low is None or high is None) != bool(self.choices):
             raise ValueError(f"Parameter {self.name!r} needs `low` and `high`, or `choices`.")
-        if ranged and not self.low < self.high:  # type: ignore[operator]
+        if low is None or high is None:
+            return
+        if not low < high or (self.log and not low > 0):
+            least = " above 0," if self.log else ""
             raise ValueError(
-                f"Parameter {self.name!r} needs `low` below `high`, got {self.low} and {self.high}."
+                f"Parameter {self.name!r} needs `low`{least} below `high`, got {low} and {high}."
+            )
+        whole = isinstance(low, int) and isinstance(high, int)
+        if self.step is not None and (self.log or (whole and not isinstance(self.step, int))):
+            raise ValueError(
+                f"`step` of {self.name!r} goes with whole numbers as whole, and not with `log`; "
+                f"got {self.step}."
             )
 
     def suggest(self, trial: optuna.Trial) -> Any:
@@ -63,7 +73,7 @@ class Parameter:
         assert self.low is not None
         assert self.high is not None
         if isinstance(self.low, int) and isinstance(self.high, int):
-            step = int(self.step or 1)
+            step = self.step if isinstance(self.step, int) else 1
             return trial.suggest_int(self.name, self.low, self.high, log=self.log, step=step)
         return trial.suggest_float(self.name, self.low, self.high, log=self.log, step=self.step)
 
@@ -87,6 +97,7 @@ class Search:
         dominated_by: A training is given up when so many others were more accurate and cheaper at
             the same epoch; None lets all run to their end.
         give_up_after: Share of the epochs before which none is given up.
+        name: Name of the search in the storage, where there are several.
         storage: URL of a database that workers on many machines share; a file in `output` if None.
         workers: Processes of this machine that train at the same time.
     """
@@ -103,8 +114,22 @@ class Search:
     seed: int = 0
     dominated_by: int | None = 3
     give_up_after: float = 0.5
+    name: str = "search"
     storage: str | None = None
     workers: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Change when results would not be comparable any more."""
+        from dg_lightning.cli.configs import config_path
+
+        of_both = [
+            what_is_trained([f"--config={config_path(config)}"])
+            for config in (self.base, self.baseline)
+        ]
+        options = what_is_trained([as_option(text) for text in [*self.options, *self.set]])
+        searched = [dataclasses.asdict(parameter) for parameter in self.parameters]
+        return json.dumps([of_both, options, searched, self.seed])
 
     @property
     def folder(self) -> Path:
@@ -114,7 +139,7 @@ class Search:
     def study(self, salt: int = 0) -> SharedStudy:
         """Open the search; workers with different salts propose differently."""
         storage = self.storage or storage_in(self.folder)
-        return SharedStudy(storage, "search", self.folder / "workers", self._sampler(salt))
+        return SharedStudy(storage, self.name, self.folder / "workers", self._sampler(salt))
 
     def _sampler(self, salt: int) -> BaseSampler:
         seed = self.seed + salt
@@ -154,16 +179,19 @@ class GiveUp(pl.Callback):
 
 
 def _point(logged: Any) -> tuple[float, float]:
-    """Return accuracy, and MACs as a share of the dense net's."""
-    for key in ("val/accuracy", "compute/macs", "compute/macs_dense"):
+    """Return accuracy and executed MACs."""
+    for key in ("val/accuracy", "compute/macs"):
         if key not in logged:
             raise ValueError(f"A search compares `val/accuracy` and `compute/macs`; no {key} here.")
-    share = float(logged["compute/macs"]) / float(logged["compute/macs_dense"])
-    return float(logged["val/accuracy"]), share
+    return float(logged["val/accuracy"]), float(logged["compute/macs"])
 
 
-def run_search(search: Search) -> None:
-    """Train what is not done yet; write all results, the Pareto front and its configs."""
+def run_search(search: Search) -> bool:
+    """Train what is not done yet; write all results, the Pareto front and its configs.
+
+    Returns:
+        Whether the baseline and all trials went well.
+    """
     if search.trials < 1 or search.workers < 1:
         raise ValueError("`trials` and `workers` must be at least 1.")
     names = [parameter.name for parameter in search.parameters]
@@ -172,15 +200,15 @@ def run_search(search: Search) -> None:
     search.folder.mkdir(parents=True, exist_ok=True)
     shared = search.study()
     known = shared.trials(*TrialState)
-    asked = {"base": search.base, "baseline": search.baseline, "names": names}
-    before = shared.study.user_attrs.get("asked", asked)
-    if before != asked:
+    asked = hashlib.sha256(search.fingerprint.encode()).hexdigest()
+    if shared.study.user_attrs.get("asked", asked) != asked:
         raise ValueError(
-            f"{search.folder} holds a search of other parameters ({', '.join(before['names'])}): "
-            "give another `output`."
+            f"{search.folder} holds a search with other settings: give another `output`, or the "
+            "settings it was begun with."
         )
     shared.study.set_user_attr("asked", asked)
-    if not any(trial.user_attrs.get("kind") == _BASELINE for trial in known):
+    good = [trial for trial in known if trial.state is not TrialState.FAIL]
+    if not any(trial.user_attrs.get("kind") == _BASELINE for trial in good):
         shared.enqueue({}, {"kind": _BASELINE})
     if search.sampler == "grid":
         tried = [{**t.system_attrs.get("fixed_params", {}), **t.params} for t in known]
@@ -190,6 +218,10 @@ def run_search(search: Search) -> None:
         search = dataclasses.replace(search, trials=0)  # but for those that wait
     in_workers(_work, search, search.workers)
     print(write_results(search, shared))
+    failed = [t for t in shared.trials(TrialState.FAIL) if "reason" in t.user_attrs]
+    if failed:
+        print(f"{len(failed)} trials have failed; results.csv says why.")
+    return not failed
 
 
 def _work(search: Search, index: int, parent: int | None) -> None:
@@ -205,7 +237,7 @@ def _work(search: Search, index: int, parent: int | None) -> None:
 
 
 def _take_up_lost(shared: SharedStudy) -> None:
-    """Let the settings that a worker has died with be tried again, once."""
+    """Let the settings that a worker has died with be tried again."""
     again = {trial.user_attrs.get("again") for trial in shared.trials(*TrialState)}
     for trial in shared.lost():
         if trial.number not in again:
@@ -224,6 +256,7 @@ def _counted(shared: SharedStudy) -> list[FrozenTrial]:
 
 def _try(search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
     from dg_lightning.cli.configs import config_path
+    from dg_lightning.cli.errors import Refusal
 
     is_baseline = trial.user_attrs.get("kind") == _BASELINE
     try:
@@ -241,14 +274,13 @@ def _try(search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
         folder = search.folder / "runs" / "trials" / f"trial_{trial.number}"
         cli, _ = train(arguments, folder, [watch, giving_up], test=False)
     except optuna.TrialPruned as reason:
-        trial.set_user_attr("given_up", str(reason))
-        shared.study.tell(trial, state=TrialState.PRUNED)
-    except (Exception, SystemExit) as error:  # one trial must not stop the rest
+        shared.give_up(trial, str(reason))
+    except (Exception, Refusal) as error:  # one trial must not stop the rest
         shared.fail(trial, reason_of(error))
     else:
-        with shared.if_still_ours():
-            trial.set_user_attr("train_seconds", watch.seconds)
-            shared.study.tell(trial, _point(cli.trainer.callback_metrics))
+        point = list(_point(cli.trainer.callback_metrics))
+        config = (folder / "config.yaml").read_text(encoding="utf-8")
+        shared.finish(trial, point, train_seconds=watch.seconds, config=config)
     print(_line(search, shared, trial), flush=True)
 
 
@@ -256,9 +288,11 @@ def _line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> str:
     frozen = shared.study.get_trials(deepcopy=False)[trial.number]
     name = _BASELINE if frozen.user_attrs.get("kind") else ", ".join(values_of(frozen))
     if frozen.state is TrialState.COMPLETE:
-        said = f"{frozen.values[0]:.2%} at {frozen.values[1]:.1%} of the MACs"
+        said = f"{frozen.values[0]:.2%} at {frozen.values[1]:,.0f} MACs"
+    elif "given_up" in frozen.user_attrs:
+        said = frozen.user_attrs["given_up"]
     else:
-        said = frozen.user_attrs.get("given_up") or f"failed, {frozen.user_attrs['reason']}"
+        said = f"failed, {frozen.user_attrs.get('reason', 'was given to another worker')}"
     done = [t for t in _counted(shared) if t.state.is_finished()]
     total = max(search.trials, len(_counted(shared)))
     return f"[{len(done)}/{total}] {name}: {said}"

@@ -2,12 +2,22 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PlannedTrial", "Variant", "planned_trials", "seeds_of"]
+__all__ = [
+    "PlannedTrial",
+    "Variant",
+    "as_option",
+    "planned_trials",
+    "seeds_of",
+    "what_is_trained",
+]
 
+# Options that only say where something lies on a machine.
+_PLACES = re.compile(r"--data\.(init_args\.)?(root|cache_dir)$")
 # In an option, stands for the seed of the trial: `data.split_seed={seed}`.
 _SEED = "{seed}"
 
@@ -67,7 +77,6 @@ def planned_trials(
     variants: dict[str, Variant],
     seeds: Sequence[int],
     options: Sequence[str],
-    only: Sequence[str] | None = None,
 ) -> list[PlannedTrial]:
     """Return all trainings, seed by seed, so that every variant is seen early.
 
@@ -76,16 +85,12 @@ def planned_trials(
         variants: The variants by name.
         seeds: The seeds.
         options: Dotted options for all variants.
-        only: Names of the variants wanted; all when None.
 
     >>> [t.name for t in planned_trials("digits", {"baseline": Variant()}, [0, 1], [])]
     ['baseline, seed 0', 'baseline, seed 1']
     """
-    from dg_lightning.cli.configs import config_path
+    from dg_lightning.cli.configs import config_path, with_config_paths
 
-    for name in only or ():
-        if name not in variants:
-            raise ValueError(f"There is no variant {name!r}; there are {', '.join(variants)}.")
     if not variants:
         raise ValueError("A study needs `variants`: name at least one.")
     for name in variants:
@@ -97,17 +102,26 @@ def planned_trials(
     planned = []
     for seed in seeds:
         for name, variant in variants.items():
-            if only is not None and name not in only:
-                continue
             path = config_path(variant.config or f"{dataset}/{name}")
             texts = [o.replace(_SEED, str(seed)) for o in [*options, *variant.options]]
-            given = [as_option(text) for text in texts]
+            given = with_config_paths([as_option(text) for text in texts])
             arguments = (f"--config={path}", *given, f"--seed_everything={seed}")
-            # The content of the config, not its place, decides what is trained.
-            origin = json.dumps([Path(path).read_text(), *arguments[1:]])
+            origin = json.dumps([name, seed, *what_is_trained(arguments)])
             fingerprint = hashlib.sha256(origin.encode()).hexdigest()[:16]
             planned.append(PlannedTrial(name, seed, arguments, fingerprint))
     return planned
+
+
+def what_is_trained(arguments: Sequence[str]) -> list[str]:
+    """Return what decides the result: configs by their content, data wherever it lies."""
+    found = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "--config":
+            found.append(Path(value).read_text(encoding="utf-8"))
+        elif not _PLACES.match(key):
+            found.append(argument)
+    return found
 
 
 def as_option(text: str) -> str:

@@ -125,8 +125,10 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         ),
         "MACs are executed multiply-accumulates a sample, on the same hard gates as the accuracy, "
         "decisions (GateNets, routers) included; FLOPs are twice that. RelMAC is the paper's "
-        "formula (hidden maps, own rows, no decisions); the table's rule is how the paper's own "
-        f"table counts ({source['rule']}). All are shares of the dense net's.",
+        "formula (hidden maps, own rows, no decisions)"
+        + (f"; the table's rule, `{source['rule']}`, is how the paper's own table counts"
+           if source["rule"] else "")
+        + ". All are shares of the dense net's.",
         _table(
             ["variant", "MACs", "of which decisions", "reduction", "by RelMAC",
              "by the table's rule", "paper", "its script", "parameters", "needed"],

@@ -120,7 +120,7 @@ def train_and_test(dataset: str, table: str, trial: PlannedTrial, output: Path) 
 
 
 def _row(
-    rule: str, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], watch: Stopwatch
+    rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], watch: Stopwatch
 ) -> dict[str, Any]:
     if "test/accuracy" not in logged:
         raise ValueError(
@@ -152,7 +152,7 @@ def _row(
         "macs_reduction": 1 - report.macs / report.macs_dense,
         "gate_macs": report.gate_macs,
         "relmac_paper": report.relative_macs("g", fused=True),
-        "relmac_table_rule": relative_macs_by_rule(report, rule),
+        "relmac_table_rule": None if rule is None else relative_macs_by_rule(report, rule),
         "flops": 2 * report.macs,
         "params_needed": needed_parameters(cli.model.net),
         "hardness_correlation": logged.get("gates/hardness_correlation"),

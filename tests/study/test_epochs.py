@@ -6,7 +6,8 @@ import pytest
 
 from dg_lightning.study.epochs import epoch_rows, epochs_markdown
 
-METRICS = """epoch,step,train/loss,val/accuracy,routing/cv/net.router,gates/active_ratio,test/accuracy
+KEYS = "train/loss,val/accuracy,routing/cv/net.router,gates/active_ratio,test/accuracy"
+METRICS = f"""epoch,step,{KEYS}
 0,9,2.0,,,,
 0,19,1.0,,,,
 0,20,,0.5,0.25,0.75,

@@ -63,7 +63,7 @@ def test_every_row_is_a_variant_that_ships() -> None:
     shipped = set(shipped_configs())
     for dataset in ("mnist", "cifar10", "tiny_imagenet", "speech_commands", "pbmc3k"):
         for variant, row in published(dataset)["rows"].items():
-            assert f"{dataset}/{variant}" in shipped
+            assert f"{dataset}/{variant.removesuffix('_at_start')}" in shipped
             assert 0 < row["accuracy"] < 1
             assert 0 <= row.get("macs_reduction", 0) < 1
     assert published("something else")["rows"] == {}

@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import signal
+import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import optuna
 import pytest
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 from sqlalchemy.exc import OperationalError
 
@@ -15,16 +19,23 @@ from dg_lightning.study.queue import TrialQueue
 from dg_lightning.study.settings import PlannedTrial
 from dg_lightning.study.shared import storage_in
 
-PLANNED = [PlannedTrial(v, s, (), "f") for s in range(3) for v in ("a", "b")]
-ROW = {"accuracy": 0.5, "macs": 10.0}
+PLANNED = [PlannedTrial(v, s, (), f"{v}{s}") for s in range(3) for v in ("a", "b")]
+FIRST = PLANNED[:1]
+ROW: dict[str, Any] = {"accuracy": 0.5, "macs": 10.0}
 
 
-def open_queue(folder: Path) -> TrialQueue:
-    return TrialQueue(storage_in(folder), "test", folder / "workers")
+def open_queue(folder: Path, workers: str = "workers") -> TrialQueue:
+    return TrialQueue(storage_in(folder), "test", folder / workers)
+
+
+def claimed(queue: TrialQueue) -> optuna.Trial:
+    trial, _ = queue.claim(PLANNED)
+    assert trial is not None
+    return trial
 
 
 def keys(queue: TrialQueue) -> list[tuple[str, int]]:
-    return [(row["variant"], row["seed"]) for row in queue.rows()]
+    return [(row["variant"], row["seed"]) for row in queue.rows(PLANNED)]
 
 
 def work(folder: str, die_at: int | None = None) -> None:
@@ -33,14 +44,14 @@ def work(folder: str, die_at: int | None = None) -> None:
         queue.fill(PLANNED)
         done = 0
         while True:
-            claimed, trial = queue.claim(PLANNED)
-            if claimed is None or trial is None:
+            trial, planned = queue.claim(PLANNED)
+            if trial is None or planned is None:
                 return
             if done == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             with Path(folder, "notes").open("a") as notes:
-                notes.write(f"{trial.variant}{trial.seed}\n")
-            queue.finish(claimed, {**ROW, "variant": trial.variant, "seed": trial.seed})
+                notes.write(f"{planned.fingerprint}\n")
+            queue.finish_with(trial, {**ROW, "variant": planned.variant, "seed": planned.seed})
             done += 1
 
 
@@ -53,8 +64,8 @@ def test_two_processes_share_a_queue_and_do_nothing_twice(tmp_path: Path) -> Non
         process.join()
     assert [process.exitcode for process in workers] == [0, 0]
     notes = (tmp_path / "notes").read_text().split()
-    assert sorted(notes) == sorted(f"{t.variant}{t.seed}" for t in PLANNED)
-    rows = open_queue(tmp_path).rows()
+    assert sorted(notes) == sorted(t.fingerprint for t in PLANNED)
+    rows = open_queue(tmp_path).rows(PLANNED)
     assert len(rows) == 6
     assert {row["status"] for row in rows} == {"complete"}
 
@@ -65,51 +76,46 @@ def test_to_look_and_to_take_is_one_transaction(
     # With Python's own transactions, which begin with a write, two workers take the same trial.
     one = open_queue(tmp_path)
     monkeypatch.setattr(shared, "_SQLITE_WAIT", 0.05)
-    two = TrialQueue(storage_in(tmp_path), "test", tmp_path / "workers")
+    two = open_queue(tmp_path)
     with one.storage.engine.begin(), pytest.raises(OperationalError, match="locked"):
         two.storage.engine.connect().begin()
 
 
 def test_a_trial_that_was_given_to_somebody_else_is_let_go(tmp_path: Path) -> None:
     with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
-        one.fill(PLANNED[:1])
-        asleep, _ = one.claim(PLANNED)
+        one.fill(FIRST)
+        asleep = claimed(one)
         two.study.tell(0, state=TrialState.FAIL)
         two.take_up_lost()
-        awake, _ = two.claim(PLANNED)
-        assert asleep is not None
-        assert awake is not None
-        two.finish(awake, {**ROW, "variant": "a", "seed": 0})
-        one.finish(asleep, {**ROW, "accuracy": 0.1, "variant": "a", "seed": 0})
+        two.finish_with(claimed(two), {**ROW, "variant": "a", "seed": 0})
+        one.finish_with(asleep, {**ROW, "accuracy": 0.1, "variant": "a", "seed": 0})
         one.fail(asleep, "too late")
-        assert [row["accuracy"] for row in two.rows()] == [0.5]
+        one.give_up(asleep, "too late")
+        assert [row["accuracy"] for row in two.rows(PLANNED)] == [0.5]
 
 
 def test_what_two_workers_queue_at_once_counts_once(tmp_path: Path) -> None:
     with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
         # Both have looked before either has written.
-        live, two._live = two._live, lambda with_failed=True: []  # type: ignore[method-assign]
-        one.fill(PLANNED[:1])
-        two.fill(PLANNED[:1])
+        live, two._live = two._live, list  # type: ignore[method-assign]
+        one.fill(FIRST)
+        two.fill(FIRST)
         two._live = live  # type: ignore[method-assign]
-        claimed, trial = one.claim(PLANNED)
-        assert trial == PLANNED[0]
+        trial = claimed(one)
         assert two.claim(PLANNED) == (None, None)
-        one.finish(claimed, {**ROW, "variant": "a", "seed": 0})  # type: ignore[arg-type]
+        one.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
         assert keys(two) == [("a", 0)]
-        assert two.unfinished() == 0
+        assert two.unfinished(PLANNED) == 0
 
 
-def test_a_worker_that_finds_the_queue_empty_after_looking_makes_no_trial(tmp_path: Path) -> None:
+def test_who_is_faster_gets_the_trial(tmp_path: Path) -> None:
     with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
-        one.fill(PLANNED[:1])
-        waiting = two.trials(TrialState.WAITING)
-        assert one.claim(PLANNED)[1] == PLANNED[0]
-        looks = iter([waiting, []])
-        trials = two.trials
-        two.trials = lambda *s: next(looks) if s == (TrialState.WAITING,) else trials(*s)  # type: ignore[method-assign]
-        assert two.claim(PLANNED) == (None, None)
-        assert two.rows() == []
+        one.fill(FIRST)
+        (waiting,) = two.trials(TrialState.WAITING)
+        trial = claimed(one)
+        assert two.take(waiting) is None
+        one.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
+        assert two.take(waiting) is None
 
 
 def test_a_killed_workers_trial_is_taken_up_at_once(tmp_path: Path) -> None:
@@ -119,7 +125,7 @@ def test_a_killed_workers_trial_is_taken_up_at_once(tmp_path: Path) -> None:
     process.join()
     assert process.exitcode == -signal.SIGKILL
     with open_queue(tmp_path) as queue:
-        assert len(queue.rows()) == 2
+        assert len(queue.rows(PLANNED)) == 2
         queue.take_up_lost()
         queue.take_up_lost()  # once is enough
         assert len(queue.trials(TrialState.WAITING)) == 4
@@ -128,88 +134,145 @@ def test_a_killed_workers_trial_is_taken_up_at_once(tmp_path: Path) -> None:
     assert sorted(keys(open_queue(tmp_path))) == sorted((t.variant, t.seed) for t in PLANNED)
 
 
-def test_who_is_alive_is_left_alone(tmp_path: Path) -> None:
+def test_who_is_interrupted_puts_its_trial_back(tmp_path: Path) -> None:
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        trial = claimed(queue)
+        with pytest.raises(SystemExit), queue.beating(trial):
+            raise SystemExit(1)
+        assert queue.rows(PLANNED) == []
+        queue.take_up_lost()
+        claimed(queue)
+
+
+def age_heartbeats(queue: TrialQueue) -> None:
+    """Let an hour pass."""
+    with queue.storage.engine.begin() as connection:
+        connection.exec_driver_sql(
+            "UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')"
+        )
+
+
+def test_who_is_alive_is_left_alone_whatever_its_heartbeat(tmp_path: Path) -> None:
     with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
-        one.fill(PLANNED[:1])
-        assert one.claim(PLANNED)[1] is not None
+        one.fill(FIRST)
+        claimed(one)
+        age_heartbeats(two)  # as of a process that was stopped
         two.take_up_lost()
-        assert two.unfinished() == 1
+        assert two.unfinished(PLANNED) == 1
         assert two.claim(PLANNED) == (None, None)
 
 
-def test_a_worker_elsewhere_is_lost_when_its_heartbeat_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared, "_HEARTBEAT", 1)
-    monkeypatch.setattr(shared, "_GRACE", 1)
-    elsewhere = TrialQueue(storage_in(tmp_path), "test", tmp_path / "elsewhere")
-    with open_queue(tmp_path) as queue:
-        elsewhere.fill(PLANNED[:1])
-        assert elsewhere.claim(PLANNED)[1] is not None  # and then is heard of no more
+def test_a_worker_elsewhere_is_lost_when_its_heartbeat_stops(tmp_path: Path) -> None:
+    with open_queue(tmp_path, "elsewhere") as elsewhere, open_queue(tmp_path) as queue:
+        elsewhere.fill(FIRST)
+        claimed(elsewhere)
         queue.take_up_lost()
         assert queue.claim(PLANNED) == (None, None)
-        with queue.storage.engine.connect() as connection:  # instead of waiting
-            import sqlalchemy
-
-            update = "UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')"
-            connection.execute(sqlalchemy.text(update))
-            connection.commit()
+        age_heartbeats(queue)
         queue.take_up_lost()
         assert queue.claim(PLANNED)[1] == PLANNED[0]
 
 
 def test_who_died_before_the_first_sign_of_life_is_lost_after_a_while(tmp_path: Path) -> None:
     with open_queue(tmp_path) as queue:
-        assert not queue._is_dead(None, datetime.now())
-        assert queue._is_dead(None, datetime.now() - timedelta(hours=1))
+        trial = optuna.trial.create_trial(state=TrialState.RUNNING)
+        trial.datetime_start = datetime.now()
+        assert not queue._is_dead(trial, is_stale=False)
+        trial.datetime_start -= timedelta(hours=1)
+        assert queue._is_dead(trial, is_stale=False)
 
 
 def test_a_failure_has_a_reason_and_is_retried_only_if_asked(tmp_path: Path) -> None:
     with open_queue(tmp_path) as queue:
-        queue.fill(PLANNED[:1])
-        claimed, _ = queue.claim(PLANNED)
-        assert claimed is not None
-        queue.fail(claimed, "ValueError: no")
-        (row,) = queue.rows()
+        queue.fill(FIRST)
+        queue.fail(claimed(queue), "ValueError: no")
+        (row,) = queue.rows(PLANNED)
         assert (row["status"], row["reason"]) == ("failed", "ValueError: no")
         queue.take_up_lost()
-        queue.fill(PLANNED[:1])
+        queue.fill(FIRST)
         assert queue.claim(PLANNED) == (None, None)
-        queue.fill(PLANNED[:1], retry_failed=True)
-        claimed, _ = queue.claim(PLANNED)
-        assert claimed is not None
-        queue.finish(claimed, {**ROW, "variant": "a", "seed": 0})
-        (row,) = queue.rows()
+        queue.fill(FIRST, retry_failed=True)
+        queue.finish_with(claimed(queue), {**ROW, "variant": "a", "seed": 0})
+        (row,) = queue.rows(PLANNED)
         assert row["status"] == "complete"
 
 
-def test_other_settings_are_refused(tmp_path: Path) -> None:
+def test_an_accuracy_that_is_no_number_is_a_failure_not_a_loss(tmp_path: Path) -> None:
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        queue.finish_with(claimed(queue), {**ROW, "accuracy": float("nan")})
+        queue.take_up_lost()
+        assert queue.claim(PLANNED) == (None, None)
+        assert "accuracy is nan" in queue.rows(PLANNED)[0]["reason"]
+
+
+def test_other_settings_are_refused_also_of_variants_that_are_not_asked_for(
+    tmp_path: Path,
+) -> None:
     queue = open_queue(tmp_path)
     queue.fill(PLANNED)
-    with pytest.raises(ValueError, match="a, seed 0, with other settings: give another `output`"):
-        queue.fill([PlannedTrial("a", 0, (), "other")])
+    other = [*FIRST, PlannedTrial("b", 0, (), "other")]
+    with pytest.raises(ValueError, match="b, seed 0, with other settings: give another `output`"):
+        queue.fill(other, only=["a"])
 
 
-def test_a_trial_that_the_settings_lost_fails_by_name(tmp_path: Path) -> None:
+def test_trials_of_other_plans_wait_for_those_who_want_them(tmp_path: Path) -> None:
     with open_queue(tmp_path) as queue:
-        queue.fill(PLANNED[:2])
-        assert queue.claim(PLANNED[:1])[1] == PLANNED[0]
-        assert queue.claim(PLANNED[:1]) == (None, None)
-        assert "do not have it any more" in queue.rows()[0]["reason"]
+        queue.fill(PLANNED)
+        assert queue.claim(PLANNED[1:2])[1] == PLANNED[1]
+        assert queue.claim(PLANNED[1:2]) == (None, None)
+        assert queue.unfinished(PLANNED[1:2]) == 1
+        assert queue.unfinished(PLANNED) == 6
+        assert queue.claim([PlannedTrial("a", 0, (), "other")]) == (None, None)
+        assert queue.rows(PLANNED) == []
+        queue.fill([PlannedTrial("c", 0, (), "c0")], only=["a"])
+        assert queue.unfinished([PlannedTrial("c", 0, (), "c0")]) == 0
 
 
-def test_a_heart_beats_while_a_trial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heart_beats_on_when_the_database_stumbles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "_HEARTBEAT", 0.01)
     beats: list[int] = []
-    with open_queue(tmp_path) as queue:
-        queue.fill(PLANNED[:1])
-        claimed, _ = queue.claim(PLANNED)
-        monkeypatch.setattr(queue.storage, "record_heartbeat", beats.append)
-        assert claimed is not None
-        with queue.beating(claimed):
-            import time
 
+    def beat(trial: int) -> None:
+        beats.append(trial)
+        if len(beats) == 1:
+            raise StorageInternalError("database is locked")
+
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        trial = claimed(queue)
+        monkeypatch.setattr(queue.storage, "record_heartbeat", beat)
+        with queue.beating(trial):
             deadline = time.monotonic() + 5
             while len(beats) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
     assert len(beats) >= 3
+
+
+def test_a_row_is_written_when_the_database_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_HEARTBEAT", 0.01)
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        trial = claimed(queue)
+        tell, failures = queue.study.tell, iter([True, True])
+
+        def stumble(*args: Any, **kwargs: Any) -> Any:
+            if next(failures, False):
+                raise StorageInternalError("gone")
+            return tell(*args, **kwargs)
+
+        monkeypatch.setattr(queue.study, "tell", stumble)
+        queue.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
+        assert keys(queue) == [("a", 0)]
+
+
+@pytest.mark.parametrize("storage", ["foo", "no_such_database://host/name"])
+def test_a_storage_that_is_none_is_one_line(storage: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`storage` must be the URL of a database") as error:
+        TrialQueue(storage, "test", tmp_path)
+    assert "\n" not in str(error.value)

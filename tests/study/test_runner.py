@@ -54,7 +54,7 @@ def killed_in_finish(self: Any, trial: Any, row: Any) -> None:
 
 KILLS: list[tuple[Any, str, Callable[..., None]]] = [
     (training.Stopwatch, "on_train_start", killed_in_training),
-    (TrialQueue, "finish", killed_in_finish),
+    (TrialQueue, "finish_with", killed_in_finish),
     (runner, "write_tables", killed),
 ]
 
@@ -88,6 +88,30 @@ def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> 
     before = (folder / "config.yaml").stat().st_mtime_ns
     assert run_study(study(interrupted))
     assert (folder / "config.yaml").stat().st_mtime_ns == before
+
+
+def interrupted_in_training(self: Any, *_: Any) -> None:
+    self._start = 0.0
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_and_be_interrupted(folder: str) -> None:
+    torch.set_num_threads(1)
+    training.Stopwatch.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_study(study(Path(folder), seeds=1))
+
+
+def test_ctrl_c_stops_a_study_and_loses_nothing(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=run_and_be_interrupted, args=(str(tmp_path),)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 1
+    assert not (tmp_path / "results.csv").exists()  # no trial has ended, none has failed
+    assert run_study(study(tmp_path, seeds=1))
+    assert [row["status"] for row in results(tmp_path)] == ["complete", "complete"]
 
 
 def test_one_failure_is_told_and_stops_nothing(
