@@ -9,7 +9,7 @@ demo: .venv/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #8886; text-align: right; }
+th, td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 """
 

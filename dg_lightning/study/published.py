@@ -20,7 +20,7 @@ def published(dataset: str) -> dict[str, Any]:
     0.9807
     """
     text = files("dg_lightning.study").joinpath("published.yaml").read_text(encoding="utf-8")
-    unknown = {"table": "not in the paper", "rule": None, "rows": {}}
+    unknown: dict[str, Any] = {"table": "not in the paper", "rule": None, "rows": {}}
     found: dict[str, Any] = yaml.safe_load(text).get(dataset, unknown)
     return found
 

@@ -37,7 +37,7 @@ class Study:
         options: Dotted options of `fit` for all variants, as `trainer.max_epochs=20`; `{seed}`
             stands for the seed.
         set: The same, after all others; for the command line.
-        only: Names of the variants to be queued; all when None.
+        only: Names of the variants to be trained now; all when None.
         name: Name of the study in the storage, where there are several; that of the paper's table
             if None.
         notes: What a reader of the tables should know.
