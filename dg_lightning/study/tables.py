@@ -116,8 +116,8 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         f"# {dataset}",
         *([notes.strip()] if notes else []),
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
-        "baseline is the mean of differences of equal seeds, ± its standard error. The test part is "
-        "used once a run, for what the config's own checkpoint rule has kept.",
+        "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
+        "is used once a run, for what the config's own checkpoint rule has kept.",
         _table(
             ["variant", "runs", "test accuracy", "lead over baseline", "paper", "macro-F1",
              "micro-F1", "best validation", "training, s"],
