@@ -16,20 +16,9 @@ from dg_lightning.slots import Slots, slots_of
 
 from ._agreement import mean_over_ranks
 
-__all__ = ["Pressure", "logs_now"]
+__all__ = ["Pressure"]
 
 Way: TypeAlias = Literal["by", "in", "no"]
-
-
-def logs_now(trainer: Any) -> bool:
-    """Tell whether what is logged in this batch is seen: logging costs more than computing."""
-    # The Trainer's own answer (`should_update_logs`), without asking which of its loops is running.
-    loop, interval = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
-    if loop.batch_idx <= 0:
-        return True
-    return bool(interval) and (
-        (loop._batches_that_stepped + 1) % interval == 0 or trainer.should_stop
-    )
 
 
 class _Pull(torch.autograd.Function):

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
+from dg_lightning.log_steps import logs_now
 from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections
 from dg_lightning.schedules import Clock
 
 from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
-from ._pressure import logs_now
 
 __all__ = ["Sparse", "all_finite"]
 

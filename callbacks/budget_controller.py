@@ -13,6 +13,7 @@ from typing_extensions import override
 from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, Multiplier, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
+from dg_lightning.log_steps import logs_now
 from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
@@ -20,7 +21,7 @@ from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_dur
 
 from ._agreement import mean_over_ranks, refuse_two_penalties
 from ._hooks import only_used_hooks
-from ._pressure import Pressure, logs_now
+from ._pressure import Pressure
 
 __all__ = ["BudgetController"]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.compute import linear_maps
+from dg_lightning.log_steps import logs_now
 from dg_lightning.penalties import (
     MacsPrices,
     Usage,
@@ -23,7 +24,7 @@ from dg_lightning.slots import slots_of
 
 from ._agreement import refuse_two_penalties
 from ._hooks import only_used_hooks
-from ._pressure import Pressure, logs_now
+from ._pressure import Pressure
 
 __all__ = ["GatePenalty"]
 

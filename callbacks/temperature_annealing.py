@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
+from dg_lightning.log_steps import logs_now
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers, start_open_at
 from dg_lightning.schedules import Clock, Duration, Schedule, Shape
@@ -13,7 +14,6 @@ from dg_lightning.slots import set_temperature, slots_of
 
 from ._agreement import refuse_two_writers
 from ._hooks import only_used_hooks
-from ._pressure import logs_now
 
 __all__ = ["TemperatureAnnealing"]
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
+from dg_lightning.log_steps import logs_now
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
@@ -14,7 +15,6 @@ from dg_lightning.slots import set_threshold, slots_of
 
 from ._agreement import refuse_two_writers
 from ._hooks import only_used_hooks
-from ._pressure import logs_now
 
 __all__ = ["ThresholdPhases"]
 

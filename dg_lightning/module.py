@@ -19,6 +19,7 @@ from typing_extensions import override
 from dg_lightning.averaging import keep_settings_live
 from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
+from dg_lightning.log_steps import logs_now
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers, release
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
@@ -176,14 +177,18 @@ class GatedClassifier(pl.LightningModule):
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, target = batch
-        loss = self.task_loss(self(x), target)
-        self.log("train/task_loss", loss.detach())
+        task_loss = loss = self.task_loss(self(x), target)
         auxiliary_loss = getattr(self.net, "auxiliary_loss", None)
-        if auxiliary_loss is not None:
-            auxiliary: Tensor = auxiliary_loss()
-            self.log("train/aux_loss", auxiliary.detach())
+        auxiliary: Tensor | None = None if auxiliary_loss is None else auxiliary_loss()
+        if auxiliary is not None:
             loss = loss + auxiliary
-        self.log("train/loss", loss.detach(), prog_bar=True)
+        # At the end of an epoch monitors look at it, else only loggers do.
+        trainer: Any = self._trainer
+        if trainer is not None and (logs_now(trainer) or trainer.is_last_batch):
+            self.log("train/task_loss", task_loss.detach())
+            if auxiliary is not None:
+                self.log("train/aux_loss", auxiliary.detach())
+            self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
 
     @override
