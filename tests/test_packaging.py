@@ -78,7 +78,8 @@ def test_the_wheel_holds_one_top_level_package_with_every_file(wheel: Path) -> N
     assert {top for top in tops if not top.endswith(".dist-info")} == {"dg_lightning"}
     inside = {
         f"dg_lightning/{path.relative_to(ROOT / 'dg_lightning')}"
-        for path in (ROOT / "dg_lightning").rglob("*.py")
+        for path in (ROOT / "dg_lightning").rglob("*")
+        if path.suffix in (".py", ".yaml")
     }
     for folder in ("callbacks", "datamodules", "configs"):
         for path in (ROOT / folder).rglob("*"):
