@@ -45,7 +45,7 @@ def _no_data_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_seed_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what `seed_everything` has left in the environment: processes of a test would see it."""
+    """Forget what `seed_everything` has left in the environment, where subprocesses see it."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.delenv(name, raising=False)
 
