@@ -30,11 +30,12 @@ from typing_extensions import override
 from dg_lightning import GatedMLP, gate_layers
 from dg_lightning.cli.program import run_command
 from dg_lightning.datamodules import MNISTDataModule
+from dg_lightning.gates import GateSettings
 
 BATCH = 128
 LAMBDA = 1e-3
 FEWEST, MOST = 3.0, 1.5  # the usual loop over ours; ours over the raw loop
-GATE = {"kind": "static", "initial_open_rate": 0.8, "min_open": 0.02}
+GATE: GateSettings = {"kind": "static", "initial_open_rate": 0.8, "min_open": 0.02}
 # Beside the CollapseDetector, ExactResume and BudgetController of the config.
 MORE = [
     "dg_lightning.callbacks.TemperatureAnnealing",
@@ -61,14 +62,14 @@ class Lap(pl.Callback):
         trainer.should_stop = len(self.seconds) == self.rounds
 
 
-def gated_net() -> tuple[GatedMLP, torch.optim.Optimizer]:
-    net = GatedMLP(784, [256], 10, gate=GATE, input_gate=GATE)  # type: ignore[arg-type]
-    return net, torch.optim.Adam(net.parameters(), lr=1e-3)
+def gated_net(fused: bool) -> tuple[GatedMLP, torch.optim.Optimizer]:
+    net = GatedMLP(784, [256], 10, gate=GATE, input_gate=GATE)
+    return net, torch.optim.Adam(net.parameters(), lr=1e-3, fused=fused)
 
 
 def usual_epoch(loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
     """Train as most scripts do: a batch from the loader, and the loss summed up for the log."""
-    net, optimizer = gated_net()
+    net, optimizer = gated_net(fused=False)
     criterion = nn.CrossEntropyLoss()
     start, total = time.perf_counter(), 0.0
     for images, labels in loader:
@@ -85,8 +86,7 @@ def usual_epoch(loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
 
 def raw_epoch(images: Tensor, labels: Tensor) -> float:
     """Train on tensors, with nothing that is not needed."""
-    net = GatedMLP(784, [256], 10, gate=GATE, input_gate=GATE)  # type: ignore[arg-type]
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
+    net, optimizer = gated_net(fused=True)
     gates = list(gate_layers(net).values())
     start = time.perf_counter()
     for batch in torch.randperm(len(images)).split(BATCH):
