@@ -3,6 +3,7 @@
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .exact_resume import ExactResume
+from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
 from .minimum_activity import MinimumActivity
@@ -18,6 +19,7 @@ __all__ = [
     "BudgetController",
     "CollapseDetector",
     "ExactResume",
+    "GateMonitor",
     "GatePenalty",
     "MagnitudePruning",
     "MinimumActivity",

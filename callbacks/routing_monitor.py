@@ -1,14 +1,13 @@
-"""Follow where samples go: which experts they use, and whether hard samples open more units."""
+"""Follow where samples go: which experts of a mixture they use."""
 
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.routing import ActivityCorrelation, RoutingStatistics
+from dg_lightning.protocol import gate_layers
+from dg_lightning.routing import RoutingStatistics
 
 from ._hooks import only_used_hooks
 
@@ -17,18 +16,16 @@ __all__ = ["RoutingMonitor"]
 
 @only_used_hooks
 class RoutingMonitor(pl.Callback):
-    """Logs how the experts and gates of a net are used, over a validation or test.
+    """Logs how the experts of a net are used, over a validation or test.
 
     It reads the forward pass of `validation_step` and `test_step`, which must return the class
     logits, as a tensor or under the key `logits`; the labels are the second part of the batch.
 
     Args:
-        layers: Name patterns of routers and gates that depend on the input; all when None.
+        layers: Name patterns of the routers; all when None.
 
     | logged key | meaning |
     |---|---|
-    | `gates/hardness_correlation` | of hardness (1 - largest class probability) and activity |
-    | `gates/active_ratio` | mean share of units open, over all gates followed |
     | `routing/entropy/<layer>` | of the experts' use, in nats |
     | `routing/cv/<layer>` | coefficient of variation of the experts' use |
     | `routing/mutual_information/<layer>` | of first expert and class, in nats |
@@ -41,9 +38,8 @@ class RoutingMonitor(pl.Callback):
 
     def __init__(self, layers: list[str] | None = None) -> None:
         self.layers = layers
-        self._gates: dict[str, GateLike] = {}
+        self._routers: dict[str, Any] = {}
         self._statistics: dict[str, RoutingStatistics] = {}
-        self._correlation = ActivityCorrelation()
         self._dropped: dict[str, Tensor] = {}
         self._capacity: dict[str, int] = {}
         self._batches = 0
@@ -51,15 +47,12 @@ class RoutingMonitor(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         found = gate_layers(pl_module, self.layers)
-        self._gates = {name: gate for name, gate in found.items() if gate.input_dependent}
-        if not self._gates:
+        self._routers = {name: gate for name, gate in found.items() if hasattr(gate, "chosen")}
+        if not self._routers:
             raise ValueError(
-                "RoutingMonitor follows gates that depend on the input, and there are only static "
-                f"ones, {', '.join(found)}: use `kind: dynamic`, or leave it out."
+                "RoutingMonitor follows routers, as of SwitchMoE, and there are only the gates "
+                f"{', '.join(found)}: GateMonitor follows those."
             )
-
-    def _routers(self) -> dict[str, Any]:
-        return {name: gate for name, gate in self._gates.items() if hasattr(gate, "chosen")}
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -75,7 +68,7 @@ class RoutingMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._batches += 1
-        for name, router in self._routers().items():
+        for name, router in self._routers.items():
             dropped = router.dropped.sum()
             self._dropped[name] = (
                 self._dropped[name] + dropped if name in self._dropped else dropped
@@ -91,10 +84,6 @@ class RoutingMonitor(pl.Callback):
             capacity = self._capacity[name] / self._batches
             pl_module.log(f"routing/capacity/{name}", capacity, sync_dist=True)
 
-    def _start(self, pl_module: pl.LightningModule) -> None:
-        self._statistics = {}
-        self._correlation = ActivityCorrelation().to(pl_module.device)
-
     def _add(self, pl_module: pl.LightningModule, outputs: Any, batch: Any) -> None:
         logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
         if not isinstance(logits, Tensor):
@@ -102,31 +91,22 @@ class RoutingMonitor(pl.Callback):
                 "RoutingMonitor needs the class logits: return them from `validation_step` and "
                 f"`test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
             )
-        hardness = 1 - logits.float().softmax(-1).amax(-1)
-        shares, units = torch.zeros_like(hardness), 0
-        for gate in self._gates.values():
-            assert gate.gate is not None
-            shares = shares + (gate.gate != 0).float().mean(-1) * gate.units
-            units += gate.units
-        self._correlation.update(hardness, shares / units)
-        for name, router in self._routers().items():
+        for name, router in self._routers.items():
             if name not in self._statistics:
                 statistics = RoutingStatistics(router.experts, logits.shape[-1])
                 self._statistics[name] = statistics.to(pl_module.device)
             self._statistics[name].update(router.chosen, router.probability, batch[1])
 
     def _log(self, pl_module: pl.LightningModule) -> None:
-        found = {f"gates/{key}": value for key, value in self._correlation.compute().items()}
         for name, statistics in self._statistics.items():
-            found |= {f"routing/{key}/{name}": v for key, v in statistics.compute().items()}
-        for key, value in found.items():
-            if value.isfinite():  # a constant activity has no correlation
+            for key, value in statistics.compute().items():
                 # On the module's device: NCCL takes no other.
-                pl_module.log(key, value.float().to(pl_module.device), sync_dist=True)
+                device_value = value.float().to(pl_module.device)
+                pl_module.log(f"routing/{key}/{name}", device_value, sync_dist=True)
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(pl_module)
+        self._statistics = {}
 
     @override
     def on_validation_batch_end(

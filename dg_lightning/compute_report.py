@@ -83,6 +83,7 @@ class ComputeReport:
         return {
             "compute/macs": self.macs,
             "compute/macs_dense": self.macs_dense,
+            "compute/macs_share": self.macs / self.macs_dense if self.macs_dense else 1.0,
             "compute/macs_expected": self.macs_expected,
             "compute/macs_as_implemented": self.macs_as_implemented,
             "compute/gate_macs": self.gate_macs,

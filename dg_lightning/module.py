@@ -222,7 +222,8 @@ class GatedClassifier(pl.LightningModule):
             f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True
         )
         metrics.update(logits, target)
-        self.log_dict(metrics, batch_size=samples)
+        for name, metric in metrics.items(keep_base=False, copy_state=False):
+            self.log(name, metric, batch_size=samples, prog_bar=name == "val/accuracy")
         ledger.update(self.net, samples)
         return {"logits": logits}  # for callbacks
 
@@ -236,13 +237,17 @@ class GatedClassifier(pl.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self.compute_report = self.val_ledger.report(self.net)
-        self.log_dict(self.compute_report.logged(), sync_dist=True)
+        self._log_compute(self.val_ledger)
+
+    def _log_compute(self, ledger: ComputeLedger) -> None:
+        self.compute_report = ledger.report(self.net)
+        for key, value in self.compute_report.logged().items():
+            self.log(key, value, sync_dist=True, prog_bar=key == "compute/macs_share")
 
     @override
     def on_test_epoch_end(self) -> None:
-        self.compute_report = self.test_ledger.report(self.net)
-        self.log_dict(self.compute_report.logged(), sync_dist=True)
+        self._log_compute(self.test_ledger)
+        assert self.compute_report is not None
         if self.trainer.is_global_zero:
             import rich
 

@@ -79,7 +79,7 @@ def test_the_wheel_holds_one_top_level_package_with_every_file(wheel: Path) -> N
     inside = {
         f"dg_lightning/{path.relative_to(ROOT / 'dg_lightning')}"
         for path in (ROOT / "dg_lightning").rglob("*")
-        if path.suffix in (".py", ".yaml")
+        if path.suffix in (".py", ".yaml", ".css", ".js")
     }
     for folder in ("callbacks", "datamodules", "configs"):
         for path in (ROOT / folder).rglob("*"):

@@ -1,8 +1,9 @@
-"""What the program leaves in the run's folder: the whole config, and predictions."""
+"""What the program leaves in the run's folder: the whole config, predictions, tables of a test."""
 
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
 
-__all__ = ["SaveWholeConfig", "WritePredictions", "plain"]
+from dg_lightning.dashboards import run_folder
+from dg_lightning.versions import versions
+
+__all__ = ["SaveWholeConfig", "WritePredictions", "WriteTestTables", "plain"]
 
 
 def plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
@@ -27,8 +32,12 @@ class SaveWholeConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            path = _in_run_folder(trainer, "config.yaml")
+            self.parser.save(self.config, path, overwrite=True, multifile=False)
+        whole = {"config": plain(self.parser, self.config), "versions": versions()}
         for logger in trainer.loggers:
-            logger.log_hyperparams({"config": plain(self.parser, self.config)})
+            logger.log_hyperparams(whole)
 
 
 class WritePredictions(BasePredictionWriter):
@@ -46,11 +55,11 @@ class WritePredictions(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         suffix = f"_{trainer.global_rank}" if trainer.world_size > 1 else ""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = trainer.strategy.broadcast(run_folder(trainer))
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"predictions{suffix}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+            names = _class_names(trainer)
             writer.writerow(["index", "prediction", "probability", *(["class"] if names else [])])
             # One dataloader: its batches, each with the indices of its samples.
             for batch, indices in zip(predictions, batch_indices[0], strict=True):
@@ -61,3 +70,57 @@ class WritePredictions(BasePredictionWriter):
                     writer.writerow([index, label, f"{chance:.6f}", *name])
         files = "a file a process" if suffix else "predictions.csv"
         rank_zero_info(f"Predictions are in {folder}, {files}.")
+
+
+class WriteTestTables(pl.Callback):
+    """Writes the confusion matrix and the compute ledger of a test into the run's folder."""
+
+    def __init__(self) -> None:
+        self._confusion: MulticlassConfusionMatrix | None = None
+
+    @override
+    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        classes: Any = pl_module.num_classes
+        self._confusion = MulticlassConfusionMatrix(classes).to(pl_module.device)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        assert self._confusion is not None
+        self._confusion.update(outputs["logits"], batch[1])
+
+    @override
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._confusion is not None
+        counts = self._confusion.compute().tolist()
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        names = _class_names(trainer) or [str(index) for index in range(len(counts))]
+        with _in_run_folder(trainer, "confusion.csv").open("w", newline="") as file:
+            # A row a true class, a column a predicted one.
+            rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
+            csv.writer(file).writerows([["true class", *names], *rows])
+        report: Any = pl_module.compute_report
+        with _in_run_folder(trainer, "compute.csv").open("w", newline="") as file:
+            lines = [asdict(layer) for layer in report.layers]
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+def _in_run_folder(trainer: Any, name: str) -> Path:
+    folder = run_folder(trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
+
+
+def _class_names(trainer: Any) -> list[str]:
+    names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+    return [str(name) for name in names or ()]

@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +18,13 @@ from typing_extensions import override
 
 from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
 from dg_lightning.cli.checkpoints import newest_checkpoint, read_checkpoint
+from dg_lightning.cli.closing import closing_table
 from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
 from dg_lightning.cli.many_runs import MANY_RUNS, run_many
-from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, plain
+from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
+from dg_lightning.cli.views import VIEWS, show
 from dg_lightning.spec import import_class
 
 __all__ = ["GateCLI", "main", "run_command"]
@@ -34,6 +37,7 @@ _NOISE = (
     ".*LeafSpec.*is deprecated.*",
     "The dirpath has changed",  # a test run writes no checkpoint
 )
+_QUIET = "--quiet"
 _ADVERTISING = "Tip: For seamless cloud"
 
 
@@ -41,9 +45,15 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the program with the given arguments, or with those of the command line."""
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
     given = list(sys.argv[1:] if args is None else args)
+    if _QUIET in given:
+        with _quietly():
+            main([argument for argument in given if argument != _QUIET])
+        return
     try:
         if given and given[0] in MANY_RUNS:
             run_many(given)
+        elif given and given[0] in VIEWS:
+            show(given)
         else:
             run_command(given)
     except Exception as error:  # whose fault it is, type and origin tell together
@@ -54,6 +64,18 @@ def main(args: Sequence[str] | None = None) -> None:
         # Lightning leaves this to the end of the process, where gloo may abort a rank that is left.
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leave the terminal to warnings and errors."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    logging.disable(logging.INFO)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
@@ -69,14 +91,15 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
         trainer_class=PlanningTrainer,
         trainer_defaults={"callbacks": list(callbacks)},
         save_config_callback=SaveWholeConfig,
-        save_config_kwargs={"overwrite": True},
+        save_config_kwargs={"save_to_log_dir": False},  # it knows the run's folder better
         seed_everything_default=0,
         parser_class=OneLineErrorParser,
         parser_kwargs={
             "prog": "dg-lightning",
             "version": __version__,
             "description": "Train and use networks that decide which of their units to run.",
-            "epilog": "Many trainings: dg-lightning {study,search} --help",
+            "epilog": "Many trainings: dg-lightning {study,search} --help; what came out: "
+            "dg-lightning {report,wandb-workspace} --help. With --quiet, warnings and errors only.",
         },
         auto_configure_optimizers=False,
         args=args,
@@ -192,9 +215,17 @@ class GateCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        if self.subcommand == "predict" and isinstance(self.model, GatedClassifier):
-            trainer.callbacks.append(WritePredictions())  # type: ignore[attr-defined]
+        if isinstance(self.model, GatedClassifier):
+            predicts = self.subcommand == "predict"
+            trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
         return trainer
+
+    def after_fit(self) -> None:
+        """Say how a training has ended."""
+        if self.trainer.is_global_zero:
+            import rich
+
+            rich.print(closing_table(self.trainer))
 
 
 def _is_gated_classifier(settings: Namespace) -> bool:

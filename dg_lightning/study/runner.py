@@ -1,5 +1,6 @@
 """The runner of a study: workers that take trials from the queue until none is left."""
 
+import json
 import multiprocessing
 import os
 import time
@@ -11,8 +12,8 @@ from typing import Any, TypeVar
 
 import optuna
 
+from dg_lightning.report import write_report
 from dg_lightning.study.epochs import epoch_rows, epochs_markdown
-from dg_lightning.study.page import report_page
 from dg_lightning.study.queue import TrialQueue
 from dg_lightning.study.settings import PlannedTrial, Variant, planned_trials, seeds_of
 from dg_lightning.study.shared import storage_in
@@ -221,7 +222,6 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     write_csv(study.folder / "results.csv", known)
     write_csv(study.folder / "summary.csv", summarised(known), ["variant", "runs", "failed"])
     write_text(study.folder / "summary.md", summary_markdown(study.table, known, study.notes))
-    write_text(study.folder / "report.html", report_page(study.table, known, study.notes))
     epochs = [
         {"variant": row["variant"], "seed": row["seed"], **epoch}
         for row in known
@@ -232,4 +232,7 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     write_csv(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])
     if text := epochs_markdown(epochs):
         write_text(study.folder / "epochs.md", text)
+    about = json.dumps({"table": study.table, "notes": study.notes})
+    write_text(study.folder / "study.json", f"{about}\n")
+    write_report(study.folder)
     return known

@@ -5,12 +5,11 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import dg_lightning
 from dg_lightning.study.published import published
+from dg_lightning.versions import versions
 
 __all__ = ["paired_difference", "summarised", "summary_markdown", "write_csv", "write_text"]
 
@@ -40,7 +39,6 @@ COLUMNS = (
     "reason",
 )
 _NAMES = ("dataset", "variant", "seed", "device", "status", "reason")
-_LIBRARIES = ("torch", "lightning", "torchmetrics", "optuna", "numpy")
 
 Row = Mapping[str, Any]
 
@@ -154,8 +152,7 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
 
 def libraries() -> str:
     """Return the versions that a result depends on."""
-    versions = [f"{name} {version(name)}" for name in _LIBRARIES]
-    return ", ".join([f"dg-lightning {dg_lightning.__version__}", *versions])
+    return ", ".join(f"{name} {version}" for name, version in versions(["optuna"]).items())
 
 
 def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:

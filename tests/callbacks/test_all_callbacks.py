@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 import dg_lightning.callbacks
-from dg_lightning import DynamicGate, GatedLinear, StaticGate, gate_layers
+from dg_lightning import DynamicGate, GatedLinear, StaticGate, SwitchMoE, gate_layers
 from dg_lightning.callbacks import MinimumActivity, TemperatureAnnealing, ThresholdPhases
 from dg_lightning.datamodules import DigitsDataModule
 from dg_lightning.schedules import Clock, Schedule
@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
     "ExactResume": {},
+    "GateMonitor": {"every_n_epochs": 1},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
     "MagnitudePruning": {"sparsity": 0.5, "begin": 4, "layers": ["*3"]},
@@ -52,7 +53,8 @@ def make(name: str) -> Any:
 
 
 def together(pressing: str = "GatePenalty") -> list[Any]:
-    others = {"BudgetController", "GatePenalty", "StaticSparse"} - {pressing}
+    # RoutingMonitor follows routers, which have an open rate of their own.
+    others = {"BudgetController", "GatePenalty", "StaticSparse", "RoutingMonitor"} - {pressing}
     return [make(name) for name in ARGUMENTS if name not in others]
 
 
@@ -85,6 +87,18 @@ class Foreign(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
+class Mixture(Foreign):
+    """Somebody's mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), SwitchMoE(64, 10, width=16, expert_width=8))
+
+
+def module_for(name: str) -> Foreign:
+    return Mixture() if name == "RoutingMonitor" else Foreign()
+
+
 def trainer_for(callbacks: list[Any], root: Path, **arguments: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -115,12 +129,12 @@ def test_runs_alone_on_a_foreign_module_twice_and_logs_what_it_says(
 ) -> None:
     callback = make(name)
     for _ in range(2):  # a second Trainer finds a callback that has run before
-        model = Foreign()
+        model = module_for(name)
         trainer = trainer_for([callback], tmp_path)
         trainer.fit(model, data())
         assert trainer.global_step == 12
     keys = {key.split("/")[0] for key in trainer.callback_metrics}
-    assert keys <= {"loss", "val", "gates", "collapse", "rewire"}
+    assert keys <= {"loss", "val", "gates", "collapse", "rewire", "routing", "compute"}
     trainer.fit_loop.epoch_loop.max_steps = 16  # the same Trainer goes on
     trainer.fit(model, data())
     assert trainer.global_step == 16
@@ -130,7 +144,7 @@ def test_runs_alone_on_a_foreign_module_twice_and_logs_what_it_says(
 def test_two_runs_with_one_seed_are_the_same(name: str, tmp_path: Path) -> None:
     ends = []
     for _ in range(2):
-        model = Foreign()
+        model = module_for(name)
         trainer_for([make(name)], tmp_path).fit(model, data())
         ends.append(model.state_dict())
     for key, value in ends[0].items():
@@ -140,7 +154,7 @@ def test_two_runs_with_one_seed_are_the_same(name: str, tmp_path: Path) -> None:
 @each
 def test_survives_fast_dev_run_pickle_and_copy(name: str, tmp_path: Path) -> None:
     callback = make(name)
-    trainer_for([callback], tmp_path, fast_dev_run=2).fit(Foreign(), data())
+    trainer_for([callback], tmp_path, fast_dev_run=2).fit(module_for(name), data())
     copy.deepcopy(make(name))
     assert pickle.loads(pickle.dumps(make(name))).state_key == callback.state_key
 
@@ -195,7 +209,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(
     for part in ("state_dict", "optimizer_states", "random_generators"):
         assert_same(resumed[part], whole[part], part)
     for key, state in whole["callbacks"].items():
-        if "ModelCheckpoint" not in key:
+        # Step 11 ends an epoch, whose validation Lightning leaves out when it resumes there.
+        missed_a_look = "GateMonitor" in key and every == 11
+        if "ModelCheckpoint" not in key and not missed_a_look:
             assert_same(resumed["callbacks"][key], state, key)
 
 
@@ -308,7 +324,7 @@ def test_a_compiled_net_trains_as_the_plain_one(pressing: str, tmp_path: Path) -
         torch.testing.assert_close(ends[1][key], value, msg=key)
 
 
-def test_all_of_them_run_in_a_pytorch_lightning_trainer() -> None:
+def test_all_of_them_run_in_a_pytorch_lightning_trainer(tmp_path: Path) -> None:
     import pytorch_lightning
 
     class Theirs(pytorch_lightning.LightningModule):
@@ -334,6 +350,7 @@ def test_all_of_them_run_in_a_pytorch_lightning_trainer() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=together(pressing),
+            default_root_dir=tmp_path,
         )
         trainer.fit(Theirs(), digits.train_dataloader())
         assert trainer.global_step == 10

@@ -1,0 +1,86 @@
+"""How a look at the gates is shown: as files of the run, and in loggers that can."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from dg_lightning.dashboards import (
+    GateTables,
+    can_show_pictures,
+    gate_figure,
+    has_matplotlib,
+    show_pictures,
+    show_table,
+)
+from dg_lightning.dashboards.tables import LAYER_COLUMNS
+from dg_lightning.gate_activity import GateHistory
+
+from ._gate_look import Look
+
+__all__ = ["send_pictures", "send_tables", "write_files"]
+
+
+def write_files(
+    trainer: Any, tables: GateTables, look: Look, history: GateHistory, rows: Sequence[Any]
+) -> None:
+    """Add a look to the files of the run."""
+    assert history.last is not None
+    tables.add(history.last, look.found, rows)
+    if look.num_classes:
+        data = getattr(trainer, "datamodule", None)
+        names = getattr(data, "class_names", None) or range(look.num_classes)
+        tables.write_classes(look.found, [str(name) for name in names])
+    if verdicts := _verdicts(trainer):
+        tables.write_verdicts(verdicts)
+
+
+def send_pictures(trainer: Any, look: Look, history: GateHistory) -> None:
+    """Draw every gate for the loggers that can show pictures."""
+    able = [logger for logger in trainer.loggers if can_show_pictures(logger)]
+    if able and not has_matplotlib():
+        rank_zero_info("Pictures of gates need matplotlib: pip install 'dg-lightning[plot]'")
+        return
+    data = getattr(trainer, "datamodule", None)
+    figures = {}
+    for gate in look.found if able else ():
+        on_input = look.gates[gate.layer].feeds.producer is None
+        figures[gate.layer] = gate_figure(
+            gate,
+            history.shown(),
+            getattr(data, "input_shape", None) if on_input else None,
+            getattr(data, "feature_names", None) if on_input else None,
+            getattr(data, "class_names", None),
+        )
+    for logger in able:
+        show_pictures(logger, "gates/pictures", figures, _step(trainer))
+
+
+def send_tables(trainer: Any, look: Look, rows: Sequence[dict[str, Any]]) -> None:
+    """Hand the course of the layers, the units now, and the verdicts on them to loggers."""
+    layers = [[row[column] for column in LAYER_COLUMNS] for row in rows]
+    units = [
+        [gate.layer, unit, p, g]
+        for gate in look.found
+        for unit, (p, g) in enumerate(zip(gate.p.tolist(), gate.g.tolist(), strict=True))
+    ]
+    verdicts = [[v["step"], v["layer"], v["mode"]] for v in _verdicts(trainer)]
+    step = _step(trainer)
+    for logger in trainer.loggers:
+        if layers:
+            show_table(logger, "gates/layers", LAYER_COLUMNS, layers, step)
+        if hasattr(logger, "log_table"):  # thousands of rows: not as text
+            show_table(logger, "gates/units", ["layer", "unit", "p", "g"], units, step)
+        if verdicts:
+            show_table(logger, "collapse/verdicts", ["step", "layer", "mode"], verdicts, step)
+
+
+def _step(trainer: Any) -> int:
+    """Return the step under which Lightning logs now."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def _verdicts(trainer: Any) -> list[dict[str, Any]]:
+    """Return what any callback has said about gates that fail."""
+    return [v for callback in trainer.callbacks for v in getattr(callback, "verdicts", [])]

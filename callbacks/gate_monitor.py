@@ -1,0 +1,251 @@
+"""See the gates: open rates, histograms, heat maps and classes, in whatever logger there is."""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from dg_lightning.dashboards import GateTables, define_metrics, run_folder
+from dg_lightning.gate_activity import GateHistory
+from dg_lightning.gate_statistics import unit_rates
+from dg_lightning.log_steps import logs_now
+from dg_lightning.protocol import GateLike, gate_layers
+
+from ._agreement import mean_over_ranks
+from ._gate_look import Look
+from ._gate_views import send_pictures, send_tables, write_files
+from ._hooks import only_used_hooks
+
+__all__ = ["GateMonitor"]
+
+
+@only_used_hooks
+class GateMonitor(pl.Callback):
+    """Looks at the hard gates of every validation and test, and shows what they do.
+
+    Scalars go to every logger. Pictures (each unit over time, by class, an input gate as the image
+    or the list of features that it gates, the histogram of p) and tables go to loggers that can
+    show them, every few epochs and at the end. The same as CSV files, see `GateTables`, lies in the
+    folder `gates` of the run, where `dg-lightning report` finds it. Where there is no validation,
+    gates are looked at in training, in the steps that are logged.
+
+    Classes need labels as the second part of a batch. The correlation with hardness also needs
+    the class logits, returned from `validation_step`, as a tensor or under the key `logits`.
+
+    Args:
+        every_n_epochs: Epochs between pictures and tables for loggers; 0 for none.
+        stage: Where a training is looked at; in validation where there is one, if None.
+        files: Whether CSV files are written.
+        layers: Name patterns of the gates; all when None.
+
+    | logged key | meaning |
+    |---|---|
+    | `gates/open_rate` | share of open units, over all gates |
+    | `gates/open_rate_g/<layer>` | mean share of samples that open a unit |
+    | `gates/open_rate_p/<layer>` | mean probability |
+    | `gates/churn/<layer>` | mean change of a unit's share since the last look |
+    | `gates/active_ratio` | share of open units, over gates that depend on the input |
+    | `gates/hardness_correlation` | of hardness (1 - largest class probability) and activity |
+    | `compute/...` | the ledger, of modules that do not log it themselves |
+    | `gates/pictures`, `gates/layers`, `gates/units`, `collapse/verdicts` | media |
+
+    >>> GateMonitor(every_n_epochs=5).every_n_epochs
+    5
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int = 10,
+        stage: Literal["validation", "train"] | None = None,
+        files: bool = True,
+        layers: list[str] | None = None,
+    ) -> None:
+        if every_n_epochs < 0:
+            raise ValueError(f"`every_n_epochs` must be at least 0, got {every_n_epochs}.")
+        if stage not in (None, "validation", "train"):
+            raise ValueError(f"`stage` must be validation or train, got {stage!r}.")
+        self.every_n_epochs = every_n_epochs
+        self.stage = stage
+        self.files = files
+        self.layers = layers
+        self._gates: dict[str, GateLike] = {}
+        self._in_training = False
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.history = GateHistory()
+        self._rows: list[dict[str, Any]] = []  # of layers.csv
+        self._look = Look(self._gates)
+        self._ended = self._look  # the last one that is complete
+        self._tables: GateTables | None = None
+        self._pictured_at: int | None = None  # the epoch
+
+    @cached_property  # Lightning asks for it at every hook
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(layers=self.layers)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        gates = gate_layers(pl_module, self.layers)
+        if stage == "fit" and (trainer.global_step == 0 or gates != self._gates):
+            self._start_anew()
+        self._gates = gates
+        self._tables = None  # every run has a folder of its own
+        if _shows(trainer):
+            for logger in trainer.loggers:
+                define_metrics(logger)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        validates = trainer.enable_validation
+        if self.stage == "validation" and not validates:
+            raise ValueError(
+                "GateMonitor is to look at the validation, and there is none: leave `stage` out."
+            )
+        self._in_training = self.stage == "train" or not validates
+        self._look = Look(self._gates, self._in_training)
+
+    def _end_look(self, trainer: Any, pl_module: Any) -> None:
+        """Log the scalars of a look, and keep it."""
+        look = self._ended = self._look
+        look.end()
+        if not look.found:
+            return
+        epoch, step = trainer.current_epoch, trainer.global_step
+        rows = look.rows(epoch, step, self.history)
+        for row in rows:
+            for key in ("open_rate_g", "open_rate_p", "churn"):
+                if row[key] is not None:
+                    _log(pl_module, f"gates/{key}/{row['layer']}", row[key])
+        for key, value in look.totals(pl_module).items():
+            _log(pl_module, key, value, prog_bar=key == "gates/open_rate")
+        if trainer.state.fn == "fit":
+            self.history.add(epoch, step, look.found)
+            self._rows += rows
+
+    def _show(self, trainer: Any) -> None:
+        """Write the files of a look, and hand pictures and tables to loggers when it is time."""
+        look = self._ended
+        if not look.found or not _shows(trainer):
+            return
+        epoch, step = trainer.current_epoch, trainer.global_step
+        fits, history, rows = trainer.state.fn == "fit", self.history, self._rows
+        if not fits:  # a test stands alone
+            history = GateHistory()
+            rows = look.rows(epoch, step, history)
+            history.add(epoch, step, look.found)
+        if self.files:
+            now = rows[-len(look.found) :]
+            if self._tables is None or not fits:
+                name = "gates" if fits else f"gates_{trainer.state.fn}"
+                self._tables = GateTables(run_folder(trainer) / name)
+                self._tables.begin(history.shown()[:-1], rows[: -len(now)])
+            write_files(trainer, self._tables, look, history, now)
+        if self.every_n_epochs and (not fits or (epoch + 1) % self.every_n_epochs == 0):
+            self._send(trainer, history, rows)
+
+    def _send(self, trainer: Any, history: GateHistory, rows: list[dict[str, Any]]) -> None:
+        self._pictured_at = trainer.current_epoch
+        send_pictures(trainer, self._ended, history)
+        send_tables(trainer, self._ended, rows)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._in_training and logs_now(trainer):
+            self._look.add(pl_module, batch)
+            self._log_batch(trainer, pl_module)
+
+    def _log_batch(self, trainer: Any, pl_module: Any) -> None:
+        """Log the open rates of one batch: an epoch may be the whole training."""
+        gates = list(self._gates.values())
+        sizes = [gate.units // gate.block_size for gate in gates]
+        rates = mean_over_ranks(trainer, unit_rates(gates))
+        opened, p, _ = rates.split([sum(sizes), sum(sizes), 3 * len(gates)])
+        for name, g_of_gate, p_of_gate in zip(
+            self._gates, opened.split(sizes), p.split(sizes), strict=True
+        ):
+            pl_module.log(f"gates/open_rate_g/{name}", g_of_gate.mean())
+            pl_module.log(f"gates/open_rate_p/{name}", p_of_gate.mean())
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._in_training:
+            self._end_look(trainer, pl_module)
+            self._show(trainer)
+            self._look = Look(self._gates, training=True)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.history.last is None or not self.every_n_epochs or not _shows(trainer):
+            return
+        if self._pictured_at != self.history.last.epoch:
+            self._send(trainer, self.history, self._rows)
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._looks_at_evaluation(trainer):
+            self._look = Look(self._gates)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._looks_at_evaluation(trainer):
+            self._look.add(pl_module, batch, outputs)
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._looks_at_evaluation(trainer):
+            self._end_look(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._looks_at_evaluation(trainer):
+            self._show(trainer)
+
+    def _looks_at_evaluation(self, trainer: Any) -> bool:
+        if trainer.sanity_checking:
+            return False
+        return trainer.state.fn != "fit" or not self._in_training
+
+    # A test is looked at in the same way.
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history.state_dict(), "rows": list(self._rows)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history.load_state_dict(state_dict["history"])
+        self._rows = list(state_dict["rows"])
+
+
+def _log(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:
+    # The same on all processes; on the module's device, for NCCL takes no other.
+    tensor = torch.tensor(value, dtype=torch.float32, device=pl_module.device)
+    pl_module.log(key, tensor, prog_bar=prog_bar, sync_dist=True)
+
+
+def _shows(trainer: Any) -> bool:
+    """Tell whether this process writes files and talks to loggers."""
+    return bool(trainer.is_global_zero) and not trainer.fast_dev_run

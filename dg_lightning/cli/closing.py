@@ -1,0 +1,47 @@
+"""What stands on the terminal when a training has ended."""
+
+from typing import TYPE_CHECKING, Any
+
+from dg_lightning.dashboards import run_folder
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["closing_table"]
+
+# What is told of a training, where it was logged.
+_FIGURES = {
+    "train/loss": ("training loss", ".4f"),
+    "val/loss": ("validation loss", ".4f"),
+    "val/accuracy": ("validation accuracy", ".2%"),
+    "val/macro_f1": ("validation macro-F1", ".2%"),
+    "compute/macs": ("executed MACs a sample", ",.0f"),
+    "compute/macs_share": ("of the dense net's", ".2%"),
+    "gates/open_rate": ("open units", ".2%"),
+}
+_LAYER = "gates/open_rate_g/"
+
+
+def closing_table(trainer: Any) -> "Table":
+    """Return the last figures of a training, where it lies, and what to do next."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="Training ended", box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    logged = trainer.callback_metrics
+    epochs = trainer.current_epoch
+    table.add_row("epochs, optimizer steps", f"{epochs:,}, {trainer.global_step:,}")
+    for key, (name, form) in _FIGURES.items():
+        if key in logged:
+            table.add_row(name, format(float(logged[key]), form))
+    for key, value in logged.items():
+        if key.startswith(_LAYER):
+            table.add_row(f"  {escape(key.removeprefix(_LAYER))}", f"{float(value):.2%}")
+    folder = run_folder(trainer)
+    table.add_section()
+    table.add_row("folder", escape(str(folder)))
+    table.add_row("see it", escape(f"dg-lightning report {folder}"))
+    return table

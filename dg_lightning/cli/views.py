@@ -1,0 +1,76 @@
+"""The commands `report` and `wandb-workspace`: look at what came out."""
+
+import sys
+from pathlib import Path
+
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
+
+__all__ = ["VIEWS", "show"]
+
+VIEWS = ("report", "wandb-workspace")
+
+
+def show(args: list[str]) -> None:
+    """Run one of the commands with the arguments behind that word."""
+    command, *rest = args
+    if command == "report":
+        _report(rest)
+    else:
+        _workspace(rest)
+
+
+def _report(args: list[str]) -> None:
+    from dg_lightning.report import write_report
+
+    parser = OneLineErrorParser(
+        prog="dg-lightning report",
+        description="Write the page of a study or of a run: one file that opens from the disk.",
+    )
+    parser.add_argument("folder", type=str, help="Folder of a study, or of a run.")
+    parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
+    given = parser.parse_args(args)
+    path = write_report(Path(given.folder), None if given.output is None else Path(given.output))
+    print(f"The report is {path}.")
+
+
+def _workspace(args: list[str]) -> None:
+    parser = OneLineErrorParser(
+        prog="dg-lightning wandb-workspace",
+        description="Save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
+    )
+    parser.add_argument("--entity", type=str, required=True, help="User or team.")
+    parser.add_argument("--project", type=str, default="dg-lightning", help="Project.")
+    parser.add_argument(
+        "--output",
+        type=str,
+        default="wandb_workspace.json",
+        help="Where its specification goes if no server can be reached.",
+    )
+    given = parser.parse_args(args)
+    try:
+        import wandb
+        import wandb_workspaces  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise refusal(
+            "`wandb-workspace` needs W&B: pip install 'dg-lightning[wandb]'.", error
+        ) from error
+    from dg_lightning.dashboards.workspace import gate_workspace, reachable_server, specification
+
+    workspace = gate_workspace(given.entity, given.project)
+    address, answers = reachable_server()
+    reason = "could not be reached"
+    if answers:
+        try:
+            workspace.save()
+        except (wandb.Error, ValueError, OSError) as error:
+            reason = f"would not take it ({' '.join(str(error).split())})"
+        else:
+            print(f"The workspace is {workspace.url}.")
+            return
+    path = Path(given.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(specification(workspace), encoding="utf-8")
+    sys.stderr.write(
+        f"{address} {reason}: the specification of the workspace is in {path}. To save it, run "
+        "`wandb login` and this command again where the server can be reached.\n"
+    )

@@ -1,0 +1,137 @@
+"""Pictures of gates with matplotlib; figures are returned, never shown."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dg_lightning.gate_activity import BINS, GateLook, LookBack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["gate_figure", "has_matplotlib", "pixels"]
+
+_MOST_NAMES = 25  # of a list of features
+_COLOURS = "viridis"
+
+
+def has_matplotlib() -> bool:
+    """Tell whether pictures can be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def gate_figure(
+    look: GateLook,
+    history: Sequence[LookBack],
+    input_shape: Sequence[int] | None = None,
+    feature_names: Sequence[str] | None = None,
+    class_names: Sequence[str] | None = None,
+) -> "Figure":
+    """Draw one gate: its units now, over time, and by class, and the histogram of p.
+
+    Args:
+        look: What it does now.
+        history: What it did before.
+        input_shape: Shape of a sample, for a gate on the input: drawn as the image that it gates.
+        feature_names: Names of the inputs, for a gate on the input: drawn as a list.
+        class_names: Names of the classes.
+    """
+    from matplotlib.figure import Figure
+
+    panels = ["time", "histogram"]
+    if look.by_class is not None:
+        panels.insert(1, "class")
+    image = as_image(look.g, input_shape)
+    if image is not None:
+        panels.insert(0, "image")
+    elif feature_names is not None and len(feature_names) == len(look.g):
+        panels.insert(0, "names")
+    figure = Figure(figsize=(3.6 * len(panels), 3.6), layout="constrained", dpi=100)
+    axes = dict(zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True))
+    _draw_time(axes["time"], look.layer, history)
+    _draw_histogram(axes["histogram"], look)
+    if "class" in axes:
+        _draw_classes(axes["class"], look, class_names)
+    if image is not None:
+        axes["image"].imshow(image, cmap=_COLOURS, vmin=0, vmax=1)
+        axes["image"].set(title="open, as the input", xticks=[], yticks=[])
+    if "names" in axes:
+        _draw_names(axes["names"], look, feature_names or [])
+    rate = look.g.mean().item()
+    figure.suptitle(f"{look.layer}: {rate:.1%} open, {look.dead_units:,} units dead", fontsize=10)
+    return figure
+
+
+def as_image(values: Tensor, input_shape: Sequence[int] | None) -> Tensor | None:
+    """Return the values of an input gate as the image it gates: (rows, columns) or (..., 3).
+
+    >>> as_image(torch.zeros(784), (1, 28, 28)).shape
+    torch.Size([28, 28])
+    """
+    shape = tuple(input_shape or ())
+    if len(shape) == 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(values) != torch.Size(shape).numel():
+        return None
+    if len(shape) == 2:
+        return values.reshape(shape)
+    if len(shape) == 3 and shape[0] == 3:
+        return values.reshape(shape).permute(1, 2, 0)
+    return None
+
+
+def pixels(figure: "Figure") -> Any:
+    """Return a figure as an array of uint8 (rows, columns, 3)."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def _draw_time(axis: Any, layer: str, history: Sequence[LookBack]) -> None:
+    rows = torch.stack([look.g[layer] for look in history], -1)  # (blocks, looks)
+    # Units that are open alike lie together; where they stand says nothing in itself.
+    order = rows.mean(-1).argsort(descending=True, stable=True)
+    axis.imshow(rows[order], cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    places = sorted({0, len(history) // 2, len(history) - 1})
+    axis.set_xticks(places, [str(history[place].epoch) for place in places])
+    axis.set(
+        title="share of samples that open a unit", xlabel="epoch", ylabel="unit, most open first"
+    )
+
+
+def _draw_classes(axis: Any, look: GateLook, class_names: Sequence[str] | None) -> None:
+    by_class = look.by_class
+    assert by_class is not None
+    order = look.g.argsort(descending=True, stable=True)
+    axis.imshow(
+        by_class[:, order].T, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+    )
+    classes = len(by_class)
+    if classes <= 20:
+        names = class_names if class_names and len(class_names) == classes else range(classes)
+        axis.set_xticks(range(classes), [str(name) for name in names], rotation=90, fontsize=7)
+    axis.set(title="share by class", xlabel="class", ylabel="unit, most open first")
+
+
+def _draw_histogram(axis: Any, look: GateLook) -> None:
+    axis.bar([(i + 0.5) / BINS for i in range(BINS)], look.histogram.tolist(), width=0.9 / BINS)
+    axis.axvline(look.threshold, color="tab:red", label=f"θ = {look.threshold:.3g}")
+    axis.set(title=f"p, with τ = {look.temperature:.3g}", xlabel="p", ylabel="share", xlim=(0, 1))
+    axis.legend(fontsize=8)
+
+
+def _draw_names(axis: Any, look: GateLook, names: Sequence[str]) -> None:
+    order = (look.g * 2 + look.p).argsort(descending=True, stable=True)[:_MOST_NAMES].tolist()
+    axis.barh(range(len(order)), look.p[order], color="tab:blue")
+    axis.set_yticks(range(len(order)), [names[index] for index in order], fontsize=6)
+    axis.invert_yaxis()
+    axis.set(title="inputs, most open first", xlabel="p", xlim=(0, 1))

@@ -1,0 +1,117 @@
+"""Gate tables as files: written by `GateMonitor`, read by reports and by whoever plots himself."""
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dg_lightning.gate_activity import BINS, GateLook, LookBack
+
+__all__ = ["LAYER_COLUMNS", "GateTables", "read_lines", "read_rows"]
+
+LAYER_COLUMNS = (
+    "epoch",
+    "step",
+    "layer",
+    "open_rate_g",
+    "open_rate_p",
+    "churn",
+    "dead_units",
+    "temperature",
+    "threshold",
+)
+_UNIT_COLUMNS = ("epoch", "step", "layer", "unit", "p", "g")
+_BIN_COLUMNS = tuple(f"p_{index / BINS:.2f}" for index in range(BINS))
+
+
+class GateTables:
+    """The tables of one run, in a folder.
+
+    | file | a row |
+    |---|---|
+    | `layers.csv` | a gate at a look: open rates, churn, dead units, τ, θ |
+    | `units.csv` | a unit (or block) at a look: mean p, and g, the share of samples that open it |
+    | `histogram.csv` | a gate at a look: share of all p by bin, named by its lower edge |
+    | `classes.csv` | a unit at the last look: the share of each class that opens it |
+    | `collapse.csv` | a verdict of `CollapseDetector` |
+
+    Args:
+        folder: Where they are; made with the first table.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, looks: Sequence[LookBack], layers: Sequence[Mapping[str, Any]]) -> None:
+        """Write anew what is known from before: of a run that goes on, or nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("classes", "collapse"):
+            self._path(name).unlink(missing_ok=True)
+        self._write("layers", LAYER_COLUMNS, ([row[c] for c in LAYER_COLUMNS] for row in layers))
+        self._write("units", _UNIT_COLUMNS, _unit_rows(looks))
+        self._write("histogram", ("epoch", "step", "layer", *_BIN_COLUMNS), ())
+
+    def add(
+        self, look: LookBack, gates: Sequence[GateLook], layers: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Add one look."""
+        self._append("layers", ([row[c] for c in LAYER_COLUMNS] for row in layers))
+        self._append("units", _unit_rows([look]))
+        when = (look.epoch, look.step)
+        self._append(
+            "histogram", ([*when, g.layer, *map(_short, g.histogram.tolist())] for g in gates)
+        )
+
+    def write_classes(self, gates: Sequence[GateLook], names: Sequence[str]) -> None:
+        """Write which units open for which class."""
+        rows = (
+            [gate.layer, unit, *map(_short, shares)]
+            for gate in gates
+            if gate.by_class is not None
+            for unit, shares in enumerate(gate.by_class.T.tolist())
+        )
+        self._write("classes", ("layer", "unit", *names), rows)
+
+    def write_verdicts(self, verdicts: Sequence[Mapping[str, Any]]) -> None:
+        """Write what went wrong, and when."""
+        columns = ("step", "layer", "mode")
+        self._write("collapse", columns, ([verdict[c] for c in columns] for verdict in verdicts))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.csv"
+
+    def _write(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        with self._path(name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    def _append(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
+        with self._path(name).open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def read_lines(path: Path) -> list[list[str]]:
+    """Return the lines of a table, heads first; for columns that data has given their names."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
+
+
+def _unit_rows(looks: Sequence[LookBack]) -> Iterable[list[Any]]:
+    for look in looks:
+        for layer, g in look.g.items():
+            pairs = zip(look.p[layer].tolist(), g.tolist(), strict=True)
+            for unit, (p, opened) in enumerate(pairs):
+                yield [look.epoch, look.step, layer, unit, _short(p), _short(opened)]
+
+
+def _short(value: float) -> str:
+    return f"{value:.5g}"

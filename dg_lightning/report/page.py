@@ -1,0 +1,110 @@
+"""The page: one HTML file with its style, script and data, that asks no network for anything."""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dg_lightning.dashboards.tables import read_rows
+from dg_lightning.report.html import text
+from dg_lightning.report.run import is_run, read_run
+from dg_lightning.report.run_part import run_part
+
+__all__ = ["study_page", "write_report"]
+
+# What the browser itself keeps the page from: everything that is not in this file.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def write_report(folder: Path, output: Path | None = None) -> Path:
+    """Write the report of a study or of a run, and return where it is.
+
+    Args:
+        folder: Folder of a study, of a run, or of the runs of one config, whose newest is taken.
+        output: The file; `report.html` in the folder if None.
+    """
+    from dg_lightning.study.tables import write_text
+
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {str(folder)!r}: give one of a study or of a run.")
+    if (folder / "results.csv").is_file():
+        page = _page_of_study(folder)
+    else:
+        run = folder if is_run(folder) else _newest_run(folder)
+        page = _page(str(run), run_part(read_run(run)))
+    path = folder / "report.html" if output is None else output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page)
+    return path
+
+
+def _newest_run(folder: Path) -> Path:
+    """Return the newest training in a folder of runs."""
+    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
+    trained = [path for path in runs if (path / "checkpoints").is_dir()] or runs
+    if not trained:
+        raise ValueError(
+            f"{str(folder)!r} holds neither a study (results.csv) nor a run (metrics.csv, gates/ "
+            "or config.yaml): give the folder that `study` or `fit` has named."
+        )
+    return max(trained, key=lambda path: path.stat().st_mtime)
+
+
+def _page_of_study(folder: Path) -> str:
+    described = folder / "study.json"
+    about = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
+    rows = [
+        {key: _number(value) for key, value in row.items()}
+        for row in read_rows(folder / "results.csv")
+    ]
+    name = about.get("table") or (rows[0]["dataset"] if rows else folder.name)
+    return study_page(folder, str(name), rows, about.get("notes"))
+
+
+def study_page(
+    folder: Path, name: str, rows: Sequence[Mapping[str, Any]], notes: str | None
+) -> str:
+    """Return the page of a study, whose rows are known."""
+    from dg_lightning.report.study_part import study_part
+
+    return _page(name, study_part(folder, name, rows, notes))
+
+
+def _number(value: str) -> Any:
+    """Return a cell of results.csv as what it was."""
+    if value == "":
+        return None
+    try:
+        return float(value) if any(mark in value for mark in ".en") else int(value)
+    except ValueError:
+        return value
+
+
+def _page(title: str, content: str) -> str:
+    here = files("dg_lightning.report")
+    style = here.joinpath("style.css").read_text(encoding="utf-8")
+    script = here.joinpath("script.js").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{text(title)} - dg-lightning</title>
+<style>
+{style}</style>
+</head>
+<body>
+<a class="skip" href="#content">To the content</a>
+<header><h1>{text(title)}</h1></header>
+<main id="content">
+{content}
+</main>
+<footer><p>Charts: hover, or press Tab and then the arrow keys. By dg-lightning.</p></footer>
+<div id="tip" role="status" aria-live="polite" hidden></div>
+<script>
+{script}</script>
+</body>
+</html>
+"""

@@ -1,0 +1,25 @@
+"""The versions that a result depends on."""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import dg_lightning
+
+__all__ = ["versions"]
+
+_LIBRARIES = ("torch", "lightning", "torchmetrics", "numpy")
+
+
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Return the versions of this package and of the libraries below it, by name.
+
+    >>> "torch" in versions()
+    True
+    """
+    found = {"dg-lightning": dg_lightning.__version__}
+    for name in (*_LIBRARIES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # an extra that is not there
+            continue
+    return found
