@@ -53,10 +53,10 @@ def send_pictures(trainer: Any, look: Look, history: GateHistory) -> None:
             getattr(data, "class_names", None),
         )
     for logger in able:
-        show_pictures(logger, "gates/pictures", figures, _step(trainer))
+        show_pictures(logger, "gates/pictures", figures, history.shown()[-1].step)
 
 
-def send_tables(trainer: Any, look: Look, rows: Sequence[dict[str, Any]]) -> None:
+def send_tables(trainer: Any, look: Look, step: int, rows: Sequence[dict[str, Any]]) -> None:
     """Hand the course of the layers, the units now, and the verdicts on them to loggers."""
     layers = [[row[column] for column in LAYER_COLUMNS] for row in rows]
     units = [
@@ -65,7 +65,6 @@ def send_tables(trainer: Any, look: Look, rows: Sequence[dict[str, Any]]) -> Non
         for unit, (p, g) in enumerate(zip(gate.p.tolist(), gate.g.tolist(), strict=True))
     ]
     verdicts = [[v["step"], v["layer"], v["mode"]] for v in _verdicts(trainer)]
-    step = _step(trainer)
     for logger in trainer.loggers:
         if layers:
             show_table(logger, "gates/layers", LAYER_COLUMNS, layers, step)
@@ -73,12 +72,6 @@ def send_tables(trainer: Any, look: Look, rows: Sequence[dict[str, Any]]) -> Non
             show_table(logger, "gates/units", ["layer", "unit", "p", "g"], units, step)
         if verdicts:
             show_table(logger, "collapse/verdicts", ["step", "layer", "mode"], verdicts, step)
-
-
-def _step(trainer: Any) -> int:
-    """Return the step under which Lightning logs now."""
-    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return step
 
 
 def _verdicts(trainer: Any) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dg_lightning.dashboards import GateTables, define_metrics, run_folder
 from dg_lightning.gate_activity import GateHistory
 from dg_lightning.gate_statistics import unit_rates
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import logged_step, logs_now
 from dg_lightning.protocol import GateLike, gate_layers
 
 from ._agreement import mean_over_ranks
@@ -114,7 +114,7 @@ class GateMonitor(pl.Callback):
         look.end()
         if not look.found:
             return
-        epoch, step = trainer.current_epoch, trainer.global_step
+        epoch, step = trainer.current_epoch, logged_step(trainer)
         rows = look.rows(epoch, step, self.history)
         for row in rows:
             for key in ("open_rate_g", "open_rate_p", "churn"):
@@ -131,7 +131,7 @@ class GateMonitor(pl.Callback):
         look = self._ended
         if not look.found or not _shows(trainer):
             return
-        epoch, step = trainer.current_epoch, trainer.global_step
+        epoch, step = trainer.current_epoch, logged_step(trainer)
         fits, history, rows = trainer.state.fn == "fit", self.history, self._rows
         if not fits:  # a test stands alone
             history = GateHistory()
@@ -140,7 +140,7 @@ class GateMonitor(pl.Callback):
         if self.files:
             now = rows[-len(look.found) :]
             if self._tables is None or not fits:
-                name = "gates" if fits else f"gates_{trainer.state.fn}"
+                name = "gates" if fits else f"gates_{trainer.state.fn.value}"
                 self._tables = GateTables(run_folder(trainer) / name)
                 self._tables.begin(history.shown()[:-1], rows[: -len(now)])
             write_files(trainer, self._tables, look, history, now)
@@ -148,9 +148,10 @@ class GateMonitor(pl.Callback):
             self._send(trainer, history, rows)
 
     def _send(self, trainer: Any, history: GateHistory, rows: list[dict[str, Any]]) -> None:
-        self._pictured_at = trainer.current_epoch
+        assert history.last is not None
+        self._pictured_at = history.last.epoch
         send_pictures(trainer, self._ended, history)
-        send_tables(trainer, self._ended, rows)
+        send_tables(trainer, self._ended, history.last.step, rows)
 
     @override
     def on_train_batch_end(

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-__all__ = ["logs_now"]
+__all__ = ["logged_step", "logs_now"]
+
+
+def logged_step(trainer: Any) -> int:
+    """Return the step under which Lightning logs what is logged now."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
 
 
 def logs_now(trainer: Any) -> bool:

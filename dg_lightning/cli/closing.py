@@ -1,13 +1,10 @@
 """What stands on the terminal when a training has ended."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dg_lightning.dashboards import run_folder
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-__all__ = ["closing_table"]
+__all__ = ["print_closing"]
 
 # What is told of a training, where it was logged.
 _FIGURES = {
@@ -22,15 +19,16 @@ _FIGURES = {
 _LAYER = "gates/open_rate_g/"
 
 
-def closing_table(trainer: Any) -> "Table":
-    """Return the last figures of a training, where it lies, and what to do next."""
+def print_closing(trainer: Any) -> None:
+    """Print the last figures of a training, where it lies, and what shows it."""
     from rich import box
+    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="Training ended", box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column(justify="right", overflow="fold")
+    table.add_column(justify="right")
     logged = trainer.callback_metrics
     epochs = trainer.current_epoch
     table.add_row("epochs, optimizer steps", f"{epochs:,}, {trainer.global_step:,}")
@@ -40,8 +38,8 @@ def closing_table(trainer: Any) -> "Table":
     for key, value in logged.items():
         if key.startswith(_LAYER):
             table.add_row(f"  {escape(key.removeprefix(_LAYER))}", f"{float(value):.2%}")
-    folder = run_folder(trainer)
-    table.add_section()
-    table.add_row("folder", escape(str(folder)))
-    table.add_row("see it", escape(f"dg-lightning report {folder}"))
-    return table
+    console = Console()
+    console.print(table)
+    # On a line of its own, to be copied.
+    said = f"The run is in {run_folder(trainer)}; see it: dg-lightning report {run_folder(trainer)}"
+    console.print(said, soft_wrap=True, markup=False, highlight=False)

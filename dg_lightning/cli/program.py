@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
 from dg_lightning.cli.checkpoints import newest_checkpoint, read_checkpoint
-from dg_lightning.cli.closing import closing_table
+from dg_lightning.cli.closing import print_closing
 from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
 from dg_lightning.cli.many_runs import MANY_RUNS, run_many
@@ -223,9 +223,7 @@ class GateCLI(LightningCLI):
     def after_fit(self) -> None:
         """Say how a training has ended."""
         if self.trainer.is_global_zero:
-            import rich
-
-            rich.print(closing_table(self.trainer))
+            print_closing(self.trainer)
 
 
 def _is_gated_classifier(settings: Namespace) -> bool:

@@ -52,14 +52,15 @@ def gate_figure(
         panels.insert(0, "image")
     elif feature_names is not None and len(feature_names) == len(look.g):
         panels.insert(0, "names")
-    figure = Figure(figsize=(3.6 * len(panels), 3.6), layout="constrained", dpi=100)
+    # All of one size, whatever they show: W&B asks that of pictures under one key.
+    figure = Figure(figsize=(12.0, 3.6), layout="constrained", dpi=100)
     axes = dict(zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True))
     _draw_time(axes["time"], look.layer, history)
     _draw_histogram(axes["histogram"], look)
     if "class" in axes:
         _draw_classes(axes["class"], look, class_names)
     if image is not None:
-        axes["image"].imshow(image, cmap=_COLOURS, vmin=0, vmax=1)
+        axes["image"].imshow(image.numpy(), cmap=_COLOURS, vmin=0, vmax=1)
         axes["image"].set(title="open, as the input", xticks=[], yticks=[])
     if "names" in axes:
         _draw_names(axes["names"], look, feature_names or [])
@@ -100,7 +101,9 @@ def _draw_time(axis: Any, layer: str, history: Sequence[LookBack]) -> None:
     rows = torch.stack([look.g[layer] for look in history], -1)  # (blocks, looks)
     # Units that are open alike lie together; where they stand says nothing in itself.
     order = rows.mean(-1).argsort(descending=True, stable=True)
-    axis.imshow(rows[order], cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axis.imshow(
+        rows[order].numpy(), cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+    )
     places = sorted({0, len(history) // 2, len(history) - 1})
     axis.set_xticks(places, [str(history[place].epoch) for place in places])
     axis.set(
@@ -113,7 +116,12 @@ def _draw_classes(axis: Any, look: GateLook, class_names: Sequence[str] | None) 
     assert by_class is not None
     order = look.g.argsort(descending=True, stable=True)
     axis.imshow(
-        by_class[:, order].T, cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+        by_class[:, order].T.numpy(),
+        cmap=_COLOURS,
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
     )
     classes = len(by_class)
     if classes <= 20:
@@ -131,7 +139,7 @@ def _draw_histogram(axis: Any, look: GateLook) -> None:
 
 def _draw_names(axis: Any, look: GateLook, names: Sequence[str]) -> None:
     order = (look.g * 2 + look.p).argsort(descending=True, stable=True)[:_MOST_NAMES].tolist()
-    axis.barh(range(len(order)), look.p[order], color="tab:blue")
+    axis.barh(range(len(order)), look.p[order].tolist(), color="tab:blue")
     axis.set_yticks(range(len(order)), [names[index] for index in order], fontsize=6)
     axis.invert_yaxis()
     axis.set(title="inputs, most open first", xlabel="p", xlim=(0, 1))

@@ -19,7 +19,7 @@ _SUMMARIES = {
     "train/loss": "last,min",
 }
 _AXIS = "trainer/global_step"
-_GROUPS = ("train/*", "val/*", "test/*", "compute/*", "gates/*", "routing/*", "rewire/*")
+_AREAS = ("train", "val", "test", "compute", "gates", "collapse", "routing", "rewire")
 
 
 def run_folder(trainer: Any) -> Path:
@@ -88,8 +88,8 @@ def define_metrics(logger: Any) -> None:
     if define is None:
         return
     define(_AXIS)
-    for group in _GROUPS:
-        define(group, step_metric=_AXIS)
+    for area in _AREAS:
+        define(f"{area}/*", step_metric=_AXIS)
     for key, summary in _SUMMARIES.items():
         define(key, step_metric=_AXIS, summary=summary)
 

@@ -49,6 +49,7 @@ class _Axis:
 
     low: float
     high: float
+    step: float
     start: float
     end: float
     percent: bool = False
@@ -63,20 +64,19 @@ class _Axis:
             low, high = low - room, high + room
         step = _step(high - low)
         low, high = math.floor(low / step) * step, math.ceil(high / step) * step
-        return cls(low, high, start, end, percent)
+        return cls(low, high, step, start, end, percent)
 
     def at(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 2)
 
     def ticks(self) -> list[tuple[float, str]]:
-        step = _step(self.high - self.low)
-        count = round((self.high - self.low) / step)
-        values = [self.low + index * step for index in range(count + 1)]
-        return [(self.at(value), self.written(value, step)) for value in values]
+        count = round((self.high - self.low) / self.step)
+        values = [self.low + index * self.step for index in range(count + 1)]
+        return [(self.at(value), self.written(value)) for value in values]
 
-    def written(self, value: float, step: float) -> str:
-        digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    def written(self, value: float) -> str:
+        digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
         if self.percent:
             return f"{value:.{max(0, digits - 2)}%}"
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -24,7 +24,7 @@ def attribute(name: str, value: Any) -> str:
 
 def json_attribute(name: str, value: Any) -> str:
     """Return an attribute that holds a list or dict for the page's script."""
-    return attribute(name, json.dumps(value, separators=(",", ":")))
+    return attribute(name, json.dumps(value, separators=(",", ":"), ensure_ascii=False))
 
 
 def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
