@@ -85,7 +85,7 @@ class GateMonitor(pl.Callback):
     @cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers)
+        return self._generate_state_key(layers=self.layers, stage=self.stage)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -76,7 +76,7 @@ class _Axis:
         return [(self.at(value), self.written(value)) for value in values]
 
     def written(self, value: float) -> str:
-        digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        digits = len(f"{self.step:.9f}".rstrip("0").partition(".")[2])
         if self.percent:
             return f"{value:.{max(0, digits - 2)}%}"
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -28,6 +28,8 @@ def test_ticks_are_round_and_told_apart() -> None:
     assert names == ["90%", "92%", "94%", "96%", "98%"]
     names = [name for _, name in _Axis.over([0, 101_000], 0, 100).ticks()]
     assert names == ["0k", "50k", "100k", "150k"]
+    names = [name for _, name in _Axis.over([0, 10], 0, 100).ticks()]
+    assert names == ["0.0", "2.5", "5.0", "7.5", "10.0"]
     names = [name for _, name in _Axis.over([0.0, 0.004], 0, 100).ticks()]
     assert names == ["0.000", "0.001", "0.002", "0.003", "0.004"]
 

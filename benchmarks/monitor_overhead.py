@@ -1,0 +1,169 @@
+"""What it costs to see the gates: training with `GateMonitor` against the one without it.
+
+    python benchmarks/monitor_overhead.py
+    python benchmarks/monitor_overhead.py --device cuda
+
+First a training step, in blocks of one training, as in callback_overhead.py. Then whole epochs of
+the size of MNIST, validation included, ten with and ten without in turns: with a CSV logger
+(scalars and files), and with TensorBoard (pictures too, every ten epochs).
+"""
+
+import argparse
+import itertools
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from callback_overhead import Repeated, Switch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dg_lightning import GatedClassifier
+from dg_lightning.callbacks import GateMonitor
+
+EPOCHS = 10  # with and without, in turns: as many as lie between two pictures
+SIZES = (54_000, 6_000)  # MNIST
+BATCH = 128
+GATES: dict[str, Any] = {
+    "static": {"kind": "static"},
+    "low-rank": {"kind": "dynamic", "network": "low_rank", "rank": 32},
+}
+
+
+class Batches:
+    """Whole batches cut from tensors that are where the model is."""
+
+    def __init__(self, samples: int, features: int, device: str) -> None:
+        self.x = torch.randn(samples, features, device=device)
+        self.y = torch.randint(10, (samples,), device=device)
+
+    def __len__(self) -> int:
+        return -(-len(self.y) // BATCH)
+
+    def __iter__(self) -> Any:
+        for start in range(0, len(self.y), BATCH):
+            yield self.x[start : start + BATCH], self.y[start : start + BATCH]
+
+
+class EpochSwitch(pl.Callback):
+    """Lets a monitor act in every second group of epochs, and times the epochs."""
+
+    def __init__(self, monitor: GateMonitor) -> None:
+        self.monitor = monitor
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Begin an epoch."""
+        self.watched = trainer.current_epoch // EPOCHS % 2 == 1
+        others = [c for c in trainer.callbacks if c is not self.monitor]  # type: ignore[attr-defined]
+        trainer.callbacks = [self.monitor, *others] if self.watched else others  # type: ignore[attr-defined]
+        self.started = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """End it; validation lies behind it."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[self.watched].append(time.perf_counter() - self.started)
+
+
+def model_of(gate: Any, features: int, hidden: list[int]) -> GatedClassifier:
+    torch.manual_seed(0)
+    init = {"hidden": hidden, "gate": gate, "input_gate": {"kind": "static"}}
+    net: Any = {"class_path": "GatedMLP", "init_args": init}
+    return GatedClassifier(net, input_shape=[features], num_classes=10)
+
+
+def quiet(folder: str, logger: Any, device: str, **arguments: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator=device,
+        devices=1,
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **arguments,
+    )
+
+
+def step_ratios(gate: Any, device: str, rounds: int) -> dict[str, float]:
+    """Return a step with the monitor over one without."""
+    batch: tuple[Tensor, Tensor] = (
+        torch.randn(256, 3072, device=device),
+        torch.randint(10, (256,), device=device),
+    )
+    compared: dict[str, list[Any]] = {
+        "none": [],
+        "default": [GateMonitor()],
+        "looks at training": [GateMonitor(stage="train")],
+    }
+    switch = Switch(compared, rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [*itertools.chain(*compared.values()), ModelCheckpoint(folder), switch]
+        logger = CSVLogger(folder)
+        trainer = quiet(folder, logger, device, callbacks=callbacks, max_steps=100_000)
+        # A validation that never comes: what the default waits for.
+        trainer.fit(
+            model_of(gate, 3072, [1024, 512]), Repeated(batch), Batches(BATCH, 3072, device)
+        )
+    medians = {name: statistics.median(times[1:]) for name, times in switch.seconds.items()}
+    return {name: median / medians["none"] for name, median in medians.items()}
+
+
+def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:
+    """Return the seconds of an epoch without the monitor, and the ratio with it."""
+    monitor = GateMonitor()
+    switch = EpochSwitch(monitor)
+    train, val = (Batches(samples, 784, device) for samples in SIZES)
+    with tempfile.TemporaryDirectory() as folder:
+        logger: Any = TensorBoardLogger(folder) if pictures else CSVLogger(folder)
+        saving = ModelCheckpoint(Path(folder) / "kept")
+        epochs = 2 * EPOCHS * rounds + EPOCHS
+        callbacks = [monitor, saving, switch]
+        trainer = quiet(folder, logger, device, callbacks=callbacks, max_epochs=epochs)
+        trainer.fit(model_of(gate, 784, [256]), train, val)
+    off, on = switch.seconds[False][EPOCHS:], switch.seconds[True]
+    # Of every group the sum: a picture falls into one of its epochs. Of the groups the median.
+    sums = [
+        [sum(times[start : start + EPOCHS]) for start in range(0, len(times), EPOCHS)]
+        for times in (off, on)
+    ]
+    without, with_it = map(statistics.median, sums)
+    return without / EPOCHS, with_it / without
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="Of blocks of steps.")
+    parser.add_argument("--epoch-rounds", type=int, default=3, help="Of groups of epochs.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gates", nargs="+", default=list(GATES))
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for kind in arguments.gates:
+        table = Table(title=f"{kind} gates, {arguments.device}: at most 1.03")
+        table.add_column("what")
+        table.add_column("ratio", justify="right")
+        for name, ratio in step_ratios(GATES[kind], arguments.device, arguments.rounds).items():
+            table.add_row(f"a training step, {name}", f"{ratio:.3f}")
+        for pictures in (False, True):
+            seconds, ratio = epoch_ratio(
+                GATES[kind], arguments.device, arguments.epoch_rounds, pictures
+            )
+            loggers = "TensorBoard with pictures" if pictures else "CSV logger"
+            table.add_row(f"an epoch of {seconds:.2f} s with validation, {loggers}", f"{ratio:.3f}")
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
