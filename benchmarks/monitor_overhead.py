@@ -23,8 +23,6 @@ import torch
 from callback_overhead import Repeated, Switch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedClassifier
@@ -141,28 +139,26 @@ def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[fl
 
 
 def main() -> None:
-    """Print the ratios."""
+    """Print the ratios, each as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="Of blocks of steps.")
     parser.add_argument("--epoch-rounds", type=int, default=3, help="Of groups of epochs.")
+    parser.add_argument("--loggers", nargs="*", default=["csv", "tensorboard"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gates", nargs="+", default=list(GATES))
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for kind in arguments.gates:
-        table = Table(title=f"{kind} gates, {arguments.device}: at most 1.03")
-        table.add_column("what")
-        table.add_column("ratio", justify="right")
+        print(f"{kind} gates, {arguments.device}; with GateMonitor over without, at most 1.03:")
         for name, ratio in step_ratios(GATES[kind], arguments.device, arguments.rounds).items():
-            table.add_row(f"a training step, {name}", f"{ratio:.3f}")
-        for pictures in (False, True):
+            print(f"  a training step, {name}: {ratio:.3f}", flush=True)
+        for logger in arguments.loggers:
             seconds, ratio = epoch_ratio(
-                GATES[kind], arguments.device, arguments.epoch_rounds, pictures
+                GATES[kind], arguments.device, arguments.epoch_rounds, logger == "tensorboard"
             )
-            loggers = "TensorBoard with pictures" if pictures else "CSV logger"
-            table.add_row(f"an epoch of {seconds:.2f} s with validation, {loggers}", f"{ratio:.3f}")
-        Console().print(table)
+            said = "an epoch with its validation, without the monitor"
+            print(f"  {said} {seconds:.2f} s, {logger}: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class Pressure:
         self._missing = 0  # gates that it has not passed by yet, in this batch
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
+        # Of static gates: how many values each has, and the matrix that takes their means.
+        self._means: tuple[tuple[int, ...], Tensor] | None = None
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -122,23 +124,23 @@ class Pressure:
         self._penalised += fresh.values()
         with torch.no_grad():
             shares = self._shares(loss) if self.unit_costs else {}
-            rates = mean_rates(self.gates, self.of, shares, unknown=1.0)
+            rates = self._rates(shares)
             if reduce:
                 rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 gradient = scaler.scale(gradient)
-            by_gate = dict(zip(self.gates, gradient.unbind(), strict=True))
-            pulls = {
-                name: by_gate[name] * shares[name] if name in shares else by_gate[name]
-                for name in fresh
-            }
+            pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
+            for name, share in shares.items():
+                pulls[name] = pulls[name] * share
         scales = self._scales(trainer, pl_module, fresh, weight)
-        beside = [name for name in fresh if ways[name] != "by"]
+        beside = []
         for name, value in fresh.items():
             if ways[name] == "by":
                 self._pull(value, pulls[name], scales[name])
+            else:
+                beside.append(name)
         if beside:
             zero = _Pull.apply(
                 [pulls[name] * scales[name] for name in beside], *(fresh[name] for name in beside)
@@ -149,6 +151,18 @@ class Pressure:
                 loss.add_(zero)
         return rates
 
+    def _rates(self, shares: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean of every gate's values, in as few operations as there can be."""
+        values = [self._value(name) for name in self.gates]
+        if shares or any(value is None or value.ndim > 1 for value in values):
+            return mean_rates(self.gates, self.of, shares, unknown=1.0)
+        sizes = tuple(map(len, values))
+        means = self._means
+        if means is None or means[0] != sizes or means[1].device != values[0].device:
+            parts = [torch.full((1, size), 1 / size) for size in sizes]
+            self._means = means = (sizes, torch.block_diag(*parts).to(values[0].device))
+        return torch.mv(means[1], torch.cat(values))
+
     def _value(self, name: str) -> Any:
         """Return p or g of a gate's last forward pass."""
         gate = self.gates[name]
@@ -156,12 +170,13 @@ class Pressure:
 
     def _ways_to_fresh_values(self, pl_module: pl.LightningModule, loss: Tensor) -> dict[str, Way]:
         """Find the gates that this loss is made of and that have had no penalty for it yet."""
+        done = self._penalised
         fresh = {
             name: value
             for name in self.gates
             if (value := self._value(name)) is not None
             and value.requires_grad
-            and not any(value is done for done in self._penalised)
+            and not (done and any(value is other for other in done))
         }
         if not pl_module.automatic_optimization:
             ways = dict(zip(fresh, _ways(loss, list(fresh.values())), strict=True))
@@ -192,11 +207,12 @@ class Pressure:
         """Return the weight of one entry of p: its part of the rate, with the gate's factors."""
         # With accumulation, a batch is a part of what the optimizer sees.
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        factors = dict(zip(self.gates, self.slots(trainer), strict=True))
         scales = {}
-        for name, value in values.items():
-            entries = value.numel() // (value.shape[-1] if name in self.unit_costs else 1)
-            scales[name] = weight * factors[name].factor / (entries * parts)
+        for name, slots in zip(self.gates, self.slots(trainer), strict=True):
+            if name in values:
+                value = values[name]
+                entries = value.numel() // (value.shape[-1] if name in self.unit_costs else 1)
+                scales[name] = weight * slots.factor / (entries * parts)
         return scales
 
     def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:

@@ -172,7 +172,8 @@ class GatePenalty(pl.Callback):
         weight = self._weight_at(trainer.global_step)
         if self.usage != "hinge_below":  # which closes nothing
             for slots in self.pressure.slots(trainer):
-                slots.pressing = bool(slots.pressing) or weight * slots.factor > 0
+                if not slots.pressing:
+                    slots.pressing = weight * slots.factor > 0
         rates = self.pressure.act(
             trainer,
             pl_module,

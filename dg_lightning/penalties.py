@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dg_lightning.compute import LinearMap
 from dg_lightning.protocol import GateLike, connection_mask
@@ -164,16 +164,21 @@ class MacsPrices:
             form[column, row] += share
         return form
 
-    def _masks(self) -> list[tuple[Tensor | None, int]]:
-        """Return the masks, and how often each was changed."""
-        masks = [connection_mask(m.linear) for m in self.maps]
-        return [(mask, 0 if mask is None else mask._version) for mask in masks]
+    def _masks(self) -> list[tuple[nn.Linear, Tensor | None, int]]:
+        """Return the layers with their masks, and how often each was changed."""
+        masks = [(m.linear, connection_mask(m.linear)) for m in self.maps]
+        return [(layer, mask, 0 if mask is None else mask._version) for layer, mask in masks]
+
+    def _rewired(self) -> bool:
+        for layer, mask, version in self._counted:
+            now = connection_mask(layer)
+            if now is not mask or (now is not None and now._version != version):
+                return True
+        return False
 
     def _on(self, rates: Tensor) -> Tensor:
-        masks = self._masks()
-        pairs = zip(masks, self._counted, strict=True)
-        if any(a[0] is not b[0] or a[1] != b[1] for a, b in pairs):  # rewired
-            self._counted, self.form = masks, self._form()
+        if self._rewired():
+            self._counted, self.form = self._masks(), self._form()
         if self.form.device != rates.device or self.form.dtype != rates.dtype:
             self.form = self.form.to(rates.device, rates.dtype)
         return self.form

@@ -191,7 +191,11 @@ def release(gates: Iterable[GateLike]) -> None:
     for gate in gates:
         p, g = gate.probability, gate.gate
         if p is not None and g is not None and (p.requires_grad or g.requires_grad):
-            gate.probability, gate.gate = p.detach(), g.detach()
+            own = vars(gate)
+            if "probability" in own and "gate" in own:  # a module takes long to set an attribute
+                own["probability"], own["gate"] = p.detach(), g.detach()
+            else:
+                gate.probability, gate.gate = p.detach(), g.detach()
 
 
 def connection_mask(layer: nn.Module) -> Tensor | None:
@@ -200,5 +204,5 @@ def connection_mask(layer: nn.Module) -> Tensor | None:
     Whoever makes a layer sparse says so in a plain attribute of that name, which is not part of the
     layer's state dict.
     """
-    mask: Tensor | None = getattr(layer, "connection_mask", None)
-    return mask
+    # Not by getattr: a module takes long to say that it has no such attribute.
+    return vars(layer).get("connection_mask")

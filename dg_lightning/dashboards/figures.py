@@ -65,7 +65,8 @@ def gate_figure(
     if "names" in axes:
         _draw_names(axes["names"], look, feature_names or [])
     rate = look.g.mean().item()
-    figure.suptitle(f"{look.layer}: {rate:.1%} open, {look.dead_units:,} units dead", fontsize=10)
+    said = f"{look.layer}: {rate:.1%} open, {look.dead_units:,} units closed for all samples"
+    figure.suptitle(said, fontsize=10)
     return figure
 
 
