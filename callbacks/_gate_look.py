@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from dg_lightning.gate_activity import GateActivity, GateHistory, GateLook
 from dg_lightning.metrics import ComputeLedger
-from dg_lightning.protocol import GateLike
+from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.routing import ActivityCorrelation
 
 __all__ = ["Look"]
@@ -43,7 +43,8 @@ class Look:
             tells_apart = target is not None and any(g.input_dependent for g in self.gates.values())
             classes = _num_classes(pl_module, logits) if tells_apart else 0
             self.activity = GateActivity(self.gates, classes).to(pl_module.device)
-            if not self.training and not hasattr(pl_module, "compute_report"):
+            ran = all(g.gate is not None for g in gate_layers(pl_module).values())
+            if ran and not self.training and not hasattr(pl_module, "compute_report"):
                 self.ledger = ComputeLedger(pl_module).to(pl_module.device)
         samples = _samples(batch)
         self.activity.update(samples, target if self.num_classes else None, self.training)
@@ -54,7 +55,7 @@ class Look:
 
     def _correlate(self, pl_module: Any, logits: Tensor) -> None:
         gates = [gate for gate in self.gates.values() if gate.input_dependent]
-        masks = [gate.gate for gate in gates if gate.gate is not None]
+        masks: list[Any] = [gate.gate for gate in gates]
         if not masks or any(mask.shape[:-1] != logits.shape[:-1] for mask in masks):
             return
         if self.correlation is None:
@@ -115,7 +116,7 @@ def _logits(outputs: Any) -> Tensor | None:
 
 def _num_classes(pl_module: Any, logits: Tensor | None) -> int:
     if logits is not None:
-        return logits.shape[-1]
+        return logits.shape[-1] if logits.shape[-1] > 1 else 0  # one logit is no class
     data = getattr(pl_module.trainer, "datamodule", None)
     return int(getattr(pl_module, "num_classes", None) or getattr(data, "num_classes", None) or 0)
 

@@ -21,21 +21,22 @@ from ._gate_look import Look
 __all__ = ["send_pictures", "send_tables", "write_files"]
 
 
-def write_files(
-    trainer: Any, tables: GateTables, look: Look, history: GateHistory, rows: Sequence[Any]
-) -> None:
-    """Add a look to the files of the run."""
-    assert history.last is not None
-    tables.add(history.last, look.found, rows)
+def write_files(trainer: Any, tables: GateTables, look: Look) -> None:
+    """Write what there is of a look beside its units: classes, inputs, verdicts."""
+    data = getattr(trainer, "datamodule", None)
     if look.num_classes:
-        data = getattr(trainer, "datamodule", None)
-        names = getattr(data, "class_names", None) or range(look.num_classes)
-        tables.write_classes(look.found, [str(name) for name in names])
+        names = getattr(data, "class_names", None) or ()
+        known = names if len(names) == look.num_classes else range(look.num_classes)
+        tables.write_classes(look.found, [str(name) for name in known])
+    on_input = [name for name, gate in look.gates.items() if gate.feeds.producer is None]
+    shape = getattr(data, "input_shape", None)
+    if on_input and shape is not None:
+        tables.write_inputs(on_input, shape, getattr(data, "feature_names", None) or ())
     if verdicts := _verdicts(trainer):
         tables.write_verdicts(verdicts)
 
 
-def send_pictures(trainer: Any, look: Look, history: GateHistory) -> None:
+def send_pictures(trainer: Any, key: str, look: Look, history: GateHistory) -> None:
     """Draw every gate for the loggers that can show pictures."""
     able = [logger for logger in trainer.loggers if can_show_pictures(logger)]
     if able and not has_matplotlib():
@@ -53,10 +54,12 @@ def send_pictures(trainer: Any, look: Look, history: GateHistory) -> None:
             getattr(data, "class_names", None),
         )
     for logger in able:
-        show_pictures(logger, "gates/pictures", figures, history.shown()[-1].step)
+        show_pictures(logger, f"{key}/pictures", figures, history.shown()[-1].step)
 
 
-def send_tables(trainer: Any, look: Look, step: int, rows: Sequence[dict[str, Any]]) -> None:
+def send_tables(
+    trainer: Any, key: str, look: Look, step: int, rows: Sequence[dict[str, Any]]
+) -> None:
     """Hand the course of the layers, the units now, and the verdicts on them to loggers."""
     layers = [[row[column] for column in LAYER_COLUMNS] for row in rows]
     units = [
@@ -67,9 +70,9 @@ def send_tables(trainer: Any, look: Look, step: int, rows: Sequence[dict[str, An
     verdicts = [[v["step"], v["layer"], v["mode"]] for v in _verdicts(trainer)]
     for logger in trainer.loggers:
         if layers:
-            show_table(logger, "gates/layers", LAYER_COLUMNS, layers, step)
+            show_table(logger, f"{key}/layers", LAYER_COLUMNS, layers, step)
         if hasattr(logger, "log_table"):  # thousands of rows: not as text
-            show_table(logger, "gates/units", ["layer", "unit", "p", "g"], units, step)
+            show_table(logger, f"{key}/units", ["layer", "unit", "p", "g"], units, step)
         if verdicts:
             show_table(logger, "collapse/verdicts", ["step", "layer", "mode"], verdicts, step)
 

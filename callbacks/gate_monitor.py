@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from dg_lightning.dashboards import GateTables, define_metrics, run_folder
-from dg_lightning.gate_activity import GateHistory
+from dg_lightning.gate_activity import GateHistory, LookBack
 from dg_lightning.gate_statistics import unit_rates
 from dg_lightning.log_steps import logged_step, logs_now
 from dg_lightning.protocol import GateLike, gate_layers
@@ -27,15 +27,15 @@ class GateMonitor(pl.Callback):
 
     Scalars go to every logger. Pictures (each unit over time, by class, an input gate as the image
     or the list of features that it gates, the histogram of p) and tables go to loggers that can
-    show them, every few epochs and at the end. The same as CSV files, see `GateTables`, lies in the
-    folder `gates` of the run, where `dg-lightning report` finds it. Where there is no validation,
-    gates are looked at in training, in the steps that are logged.
+    show them, every few epochs and at the end; of a test under `gates_test`. The same as CSV files,
+    see `GateTables`, lies in the folder `gates` of the run, where `dg-lightning report` finds it.
+    Where there is no validation, gates are looked at in training, in the steps that are logged.
 
     Classes need labels as the second part of a batch. The correlation with hardness also needs
     the class logits, returned from `validation_step`, as a tensor or under the key `logits`.
 
     Args:
-        every_n_epochs: Epochs between pictures and tables for loggers; 0 for none.
+        every_n_epochs: Epochs from one picture and table for loggers to the next; 0 for none.
         stage: Where a training is looked at; in validation where there is one, if None.
         files: Whether CSV files are written.
         layers: Name patterns of the gates; all when None.
@@ -80,16 +80,20 @@ class GateMonitor(pl.Callback):
         self._look = Look(self._gates)
         self._ended = self._look  # the last one that is complete
         self._tables: GateTables | None = None
+        self._kept = "passed"  # what became of the last look
         self._pictured_at: int | None = None  # the epoch
 
     @cached_property  # Lightning asks for it at every hook
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers, stage=self.stage)
+        return self._generate_state_key(layers=self.layers)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        gates = gate_layers(pl_module, self.layers)
+        # A checkpoint without gates may be tested with a config that has them.
+        gates = gate_layers(pl_module, self.layers, required=stage == "fit")
+        if sum(type(other) is type(self) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Two GateMonitors would share keys and files: give one for all.")
         if stage == "fit" and (trainer.global_step == 0 or gates != self._gates):
             self._start_anew()
         self._gates = gates
@@ -115,15 +119,17 @@ class GateMonitor(pl.Callback):
         if not look.found:
             return
         epoch, step = trainer.current_epoch, logged_step(trainer)
-        rows = look.rows(epoch, step, self.history)
+        fits = trainer.state.fn == "fit"
+        # What has changed since a validation is no figure of a test.
+        rows = look.rows(epoch, step, self.history if fits else GateHistory())
         for row in rows:
             for key in ("open_rate_g", "open_rate_p", "churn"):
                 if row[key] is not None:
                     _log(pl_module, f"gates/{key}/{row['layer']}", row[key])
         for key, value in look.totals(pl_module).items():
             _log(pl_module, key, value, prog_bar=key == "gates/open_rate")
-        if trainer.state.fn == "fit":
-            self.history.add(epoch, step, look.found)
+        if fits:
+            self._kept = self.history.add(LookBack.of(epoch, step, look.found))
             self._rows += rows
 
     def _show(self, trainer: Any) -> None:
@@ -131,27 +137,48 @@ class GateMonitor(pl.Callback):
         look = self._ended
         if not look.found or not _shows(trainer):
             return
-        epoch, step = trainer.current_epoch, logged_step(trainer)
-        fits, history, rows = trainer.state.fn == "fit", self.history, self._rows
-        if not fits:  # a test stands alone
-            history = GateHistory()
-            rows = look.rows(epoch, step, history)
-            history.add(epoch, step, look.found)
+        if trainer.state.fn != "fit":
+            self._show_alone(trainer, look)
+            return
         if self.files:
-            now = rows[-len(look.found) :]
-            if self._tables is None or not fits:
-                name = "gates" if fits else f"gates_{trainer.state.fn.value}"
-                self._tables = GateTables(run_folder(trainer) / name)
-                self._tables.begin(history.shown()[:-1], rows[: -len(now)])
-            write_files(trainer, self._tables, look, history, now)
-        if self.every_n_epochs and (not fits or (epoch + 1) % self.every_n_epochs == 0):
-            self._send(trainer, history, rows)
+            self._write(trainer, look)
+        since = -1 if self._pictured_at is None else self._pictured_at
+        if self.every_n_epochs and trainer.current_epoch - since >= self.every_n_epochs:
+            self._send(trainer)
 
-    def _send(self, trainer: Any, history: GateHistory, rows: list[dict[str, Any]]) -> None:
+    def _write(self, trainer: Any, look: Look) -> None:
+        history, now = self.history, self._rows[-len(look.found) :]
         assert history.last is not None
-        self._pictured_at = history.last.epoch
-        send_pictures(trainer, self._ended, history)
-        send_tables(trainer, self._ended, history.last.step, rows)
+        if self._tables is None:
+            self._tables = GateTables(run_folder(trainer) / "gates")
+            before = [kept for kept in history.looks if kept is not history.last]
+            self._tables.begin(before, self._rows[: -len(now)])
+        self._tables.add_layers(now)
+        if self._kept == "thinned":
+            self._tables.rewrite(history.looks)
+        elif self._kept == "kept":
+            self._tables.add(history.last)
+        write_files(trainer, self._tables, look)
+
+    def _show_alone(self, trainer: Any, look: Look) -> None:
+        """Show a test, which has no history, beside what the training has shown."""
+        name, history = f"gates_{trainer.state.fn.value}", GateHistory()
+        epoch, step = trainer.current_epoch, logged_step(trainer)
+        rows = look.rows(epoch, step, history)
+        history.add(LookBack.of(epoch, step, look.found))
+        if self.files:
+            tables = GateTables(run_folder(trainer) / name)
+            tables.begin(history.looks, rows)
+            write_files(trainer, tables, look)
+        if self.every_n_epochs:
+            send_pictures(trainer, name, look, history)
+            send_tables(trainer, name, look, step, rows)
+
+    def _send(self, trainer: Any) -> None:
+        assert self.history.last is not None
+        self._pictured_at = self.history.last.epoch
+        send_pictures(trainer, "gates", self._ended, self.history)
+        send_tables(trainer, "gates", self._ended, self.history.last.step, self._rows)
 
     @override
     def on_train_batch_end(
@@ -187,10 +214,13 @@ class GateMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.history.last is None or not self.every_n_epochs or not _shows(trainer):
+        last = self.history.last
+        if last is None or not self._ended.found or not _shows(trainer):
             return
-        if self._pictured_at != self.history.last.epoch:
-            self._send(trainer, self.history, self._rows)
+        if self._tables is not None and self._kept == "passed":
+            self._tables.add(last)
+        if self.every_n_epochs and self._pictured_at != last.epoch:
+            self._send(trainer)
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -223,7 +253,7 @@ class GateMonitor(pl.Callback):
     def _looks_at_evaluation(self, trainer: Any) -> bool:
         if trainer.sanity_checking:
             return False
-        return trainer.state.fn != "fit" or not self._in_training
+        return bool(self._gates) and (trainer.state.fn != "fit" or not self._in_training)
 
     # A test is looked at in the same way.
     on_test_epoch_start = on_validation_epoch_start
@@ -233,12 +263,17 @@ class GateMonitor(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history.state_dict(), "rows": list(self._rows)}
+        return {
+            "history": self.history.state_dict(),
+            "rows": list(self._rows),
+            "pictured_at": self._pictured_at,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict["history"])
         self._rows = list(state_dict["rows"])
+        self._pictured_at = state_dict["pictured_at"]
 
 
 def _log(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:

@@ -23,7 +23,8 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
         )
     p = p.detach()
     if getattr(gate, "k", None) is not None:
-        return gate.gate.detach() != 0
+        chosen: Tensor | None = getattr(gate, "chosen", None)  # of a router: before any was dropped
+        return gate.gate.detach() != 0 if chosen is None else chosen
     is_open = logit(p) + shift > logit(gate.threshold) if shift else p > gate.threshold
     floor = floor_of(gate)
     return top_k_mask(p, floor, into=is_open) if floor else is_open

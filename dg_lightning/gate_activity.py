@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -93,7 +92,9 @@ class GateActivity(Metric):
         opened, probability, histogram, rows, by_class = [], [], [], [], []
         labels = None
         if self.num_classes and target is not None:
-            labels = F.one_hot(target.long(), self.num_classes).float()
+            # Not `one_hot`: a label may stand for none of the classes, as -100 does.
+            classes = torch.arange(self.num_classes, device=target.device)
+            labels = (target.unsqueeze(-1) == classes).float()
             self.classes += labels.sum(0).long()
         for name, gate in self.gates.items():
             if gate.gate is None or gate.probability is None:
@@ -166,12 +167,19 @@ def _by_class(labels: Tensor, is_open: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LookBack:
-    """What is kept of a look: p and g by layer."""
+    """What is kept of a look, by layer."""
 
     epoch: int
     step: int
     g: dict[str, Tensor]
     p: dict[str, Tensor]
+    histogram: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, epoch: int, step: int, looks: Sequence[GateLook]) -> "LookBack":
+        """Keep a look."""
+        parts = [{look.layer: getattr(look, k) for look in looks} for k in ("g", "p", "histogram")]
+        return cls(epoch, step, *parts)
 
 
 class GateHistory:
@@ -179,29 +187,30 @@ class GateHistory:
 
     >>> history = GateHistory(most=4)
     >>> for epoch in range(9):
-    ...     history.add(epoch, epoch, [])
+    ...     _ = history.add(LookBack.of(epoch, epoch, []))
     >>> [look.epoch for look in history.looks]
     [0, 4, 8]
     """
 
-    def __init__(self, most: int = 200) -> None:
+    def __init__(self, most: int = 100) -> None:
         self.most = most
         self.looks: list[LookBack] = []
         self.last: LookBack | None = None
         self._seen = 0
         self._every = 1
 
-    def add(self, epoch: int, step: int, looks: Sequence[GateLook]) -> None:
-        """Take in a look."""
-        self.last = LookBack(
-            epoch, step, {k.layer: k.g for k in looks}, {k.layer: k.p for k in looks}
-        )
-        if self._seen % self._every == 0:
-            self.looks.append(self.last)
-            if len(self.looks) > self.most:
-                self.looks = self.looks[::2]
-                self._every *= 2
+    def add(self, look: LookBack) -> Literal["kept", "thinned", "passed"]:
+        """Take in a look; tell whether it is kept, and whether others were let go for it."""
+        self.last = look
         self._seen += 1
+        if (self._seen - 1) % self._every:
+            return "passed"
+        self.looks.append(look)
+        if len(self.looks) <= self.most:
+            return "kept"
+        self.looks = self.looks[::2]
+        self._every *= 2
+        return "thinned"
 
     def churn(self, look: GateLook) -> float | None:
         """Return how far the units of a gate moved since the last look: mean change of g.
@@ -215,18 +224,17 @@ class GateHistory:
 
     def shown(self) -> list[LookBack]:
         """Return what is kept, and the last look in any case."""
-        if self.last is None or (self.looks and self.looks[-1].step == self.last.step):
+        if self.last is None or (self.looks and self.looks[-1] is self.last):
             return list(self.looks)
         return [*self.looks, self.last]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs, as plain values and tensors."""
-        kept = [vars(look) for look in self.looks]
-        last = None if self.last is None else vars(self.last)
-        return {"looks": kept, "last": last, "seen": self._seen, "every": self._every}
+        shown = [vars(look) for look in self.shown()]
+        return {"looks": shown, "kept": len(self.looks), "seen": self._seen, "every": self._every}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.looks = [LookBack(**look) for look in state["looks"]]
-        self.last = None if state["last"] is None else LookBack(**state["last"])
+        shown = [LookBack(**look) for look in state["looks"]]
+        self.looks, self.last = shown[: state["kept"]], shown[-1] if shown else None
         self._seen, self._every = state["seen"], state["every"]

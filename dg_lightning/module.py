@@ -184,7 +184,9 @@ class GatedClassifier(pl.LightningModule):
             loss = loss + auxiliary
         # At the end of an epoch monitors look at it, else only loggers do.
         trainer: Any = self._trainer
-        if trainer is not None and (logs_now(trainer) or trainer.is_last_batch):
+        # A compiled step must not hang on the number of the batch: it would be compiled anew.
+        always = torch.compiler.is_compiling()
+        if trainer is not None and (always or logs_now(trainer) or trainer.is_last_batch):
             self.log("train/task_loss", task_loss.detach())
             if auxiliary is not None:
                 self.log("train/aux_loss", auxiliary.detach())

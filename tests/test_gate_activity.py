@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dg_lightning import DynamicGate, StaticGate
-from dg_lightning.gate_activity import BINS, GateActivity, GateHistory, GateLook
+from dg_lightning.gate_activity import BINS, GateActivity, GateHistory, GateLook, LookBack
 
 
 def dynamic(units: int = 12, **arguments: Any) -> DynamicGate:
@@ -108,7 +108,7 @@ def test_churn_is_the_mean_change_since_the_last_look_also_when_that_was_let_go(
     history = GateHistory(most=2)
     assert history.churn(look("a", 1, 1, 0, 0)) is None
     for epoch in range(8):
-        history.add(epoch, epoch, [look("a", 1, 1, 0, epoch % 2)])
+        history.add(LookBack.of(epoch, epoch, [look("a", 1, 1, 0, epoch % 2)]))
     assert history.churn(look("a", 1, 0, 0.5, 1)) == pytest.approx(1.5 / 4)
     assert history.churn(look("b", 1)) is None
 
@@ -116,11 +116,11 @@ def test_churn_is_the_mean_change_since_the_last_look_also_when_that_was_let_go(
 def test_a_history_that_goes_on_is_the_undisturbed_one() -> None:
     whole, resumed = GateHistory(most=4), GateHistory(most=4)
     for epoch in range(11):
-        whole.add(epoch, epoch, [look("a", epoch)])
+        whole.add(LookBack.of(epoch, epoch, [look("a", epoch)]))
         if epoch == 6:
             resumed.load_state_dict(whole.state_dict())
         elif epoch > 6:
-            resumed.add(epoch, epoch, [look("a", epoch)])
+            resumed.add(LookBack.of(epoch, epoch, [look("a", epoch)]))
     assert [k.epoch for k in resumed.shown()] == [k.epoch for k in whole.shown()]
     assert [k.epoch for k in whole.shown()][-1] == 10
     assert len(whole.looks) <= 4

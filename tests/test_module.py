@@ -81,7 +81,8 @@ def test_learns_and_logs_the_keys_of_the_api(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, max_epochs=15)
     trainer.fit(model, datamodule=Blobs())
     proxies = {f"{name}_{kind}" for name in ("relmac", "relmac_fuse", "proxy") for kind in "pg"}
-    counts = {"macs", "macs_dense", "macs_expected", "macs_as_implemented", "gate_macs"}
+    counts = {"macs", "macs_dense", "macs_share", "macs_expected", "macs_as_implemented"}
+    counts |= {"gate_macs"}
     ledger = {f"compute/{name}" for name in proxies | counts}
     evaluated = {"loss", "accuracy", "macro_f1"}
     expected = {"train/loss", "train/task_loss"} | {f"val/{name}" for name in evaluated} | ledger

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
@@ -32,12 +33,28 @@ class SaveWholeConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            path = _in_run_folder(trainer, "config.yaml")
-            self.parser.save(self.config, path, overwrite=True, multifile=False)
         whole = {"config": plain(self.parser, self.config), "versions": versions()}
         for logger in trainer.loggers:
             logger.log_hyperparams(whole)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        _keep_metrics(trainer)
+        # Without a logger all runs share a folder: a test must not replace the config of a fit.
+        command: Any = trainer.state.fn
+        own = trainer.loggers or command == "fit"
+        path = _in_run_folder(trainer, "config.yaml" if own else f"config_{command.value}.yaml")
+        self.parser.save(self.config, path, overwrite=True, multifile=False)
+        path.with_name("versions.json").write_text(json.dumps(versions()), encoding="utf-8")
+
+
+def _keep_metrics(trainer: Any) -> None:
+    """Let the course of a run be in its folder, for reports, whatever its logger is."""
+    writes = [hasattr(getattr(x, "experiment", None), "metrics_file_path") for x in trainer.loggers]
+    if trainer.loggers and not any(writes):
+        folder = run_folder(trainer)
+        save_dir, name = folder.parent.parent, folder.parent.name
+        trainer.loggers.append(CSVLogger(save_dir, name, version=folder.name))
+        _ = trainer.loggers[-1].experiment  # makes the folder, before others write there
 
 
 class WritePredictions(BasePredictionWriter):
@@ -57,7 +74,7 @@ class WritePredictions(BasePredictionWriter):
         suffix = f"_{trainer.global_rank}" if trainer.world_size > 1 else ""
         folder = trainer.strategy.broadcast(run_folder(trainer))
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"predictions{suffix}.csv").open("w", newline="") as file:
+        with (folder / f"predictions{suffix}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             names = _class_names(trainer)
             writer.writerow(["index", "prediction", "probability", *(["class"] if names else [])])
@@ -103,12 +120,14 @@ class WriteTestTables(pl.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         names = _class_names(trainer) or [str(index) for index in range(len(counts))]
-        with _in_run_folder(trainer, "confusion.csv").open("w", newline="") as file:
+        with _in_run_folder(trainer, "confusion.csv").open(
+            "w", newline="", encoding="utf-8"
+        ) as file:
             # A row a true class, a column a predicted one.
             rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
             csv.writer(file).writerows([["true class", *names], *rows])
         report: Any = pl_module.compute_report
-        with _in_run_folder(trainer, "compute.csv").open("w", newline="") as file:
+        with _in_run_folder(trainer, "compute.csv").open("w", newline="", encoding="utf-8") as file:
             lines = [asdict(layer) for layer in report.layers]
             writer = csv.DictWriter(file, list(lines[0]))
             writer.writeheader()

@@ -4,8 +4,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +24,7 @@ from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line
 from dg_lightning.cli.many_runs import MANY_RUNS, run_many
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
+from dg_lightning.cli.quiet import quietly
 from dg_lightning.cli.views import VIEWS, show
 from dg_lightning.spec import import_class
 
@@ -46,7 +47,8 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
     given = list(sys.argv[1:] if args is None else args)
     if _QUIET in given:
-        with _quietly():
+        asks = any(a in ("-h", "--help") or a.startswith("--print_config") for a in given)
+        with nullcontext() if asks else quietly():
             main([argument for argument in given if argument != _QUIET])
         return
     try:
@@ -64,18 +66,6 @@ def main(args: Sequence[str] | None = None) -> None:
         # Lightning leaves this to the end of the process, where gloo may abort a rank that is left.
         dist.barrier()
         dist.destroy_process_group()
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Leave the terminal to warnings and errors."""
-    os.environ.setdefault("WANDB_SILENT", "true")
-    logging.disable(logging.INFO)
-    try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
@@ -222,7 +212,7 @@ class GateCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say how a training has ended."""
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print_closing(self.trainer)
 
 

@@ -37,7 +37,7 @@ def run_folder(trainer: Any) -> Path:
 
 def can_show_pictures(logger: Any) -> bool:
     """Tell whether a logger takes pictures."""
-    experiment = logger.experiment
+    experiment: Any = getattr(logger, "experiment", None)
     return hasattr(logger, "log_image") or any(
         hasattr(experiment, ability) for ability in ("add_image", "log_figure")
     )
@@ -48,7 +48,7 @@ def show_pictures(logger: Any, key: str, figures: Mapping[str, "Figure"], step: 
 
     In W&B they share one panel under the key, elsewhere each has its name behind it.
     """
-    experiment = logger.experiment
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
         images = [pixels(figure) for figure in figures.values()]
         logger.log_image(key, images, step=step, caption=list(figures))
@@ -69,7 +69,7 @@ def show_table(
 
     Always all rows: a table that W&B has seen is not extended by rows that come later.
     """
-    experiment = logger.experiment
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_table"):
         logger.log_table(key, columns=list(columns), data=[list(row) for row in rows], step=step)
     elif hasattr(experiment, "add_text"):
@@ -84,7 +84,7 @@ def show_table(
 
 def define_metrics(logger: Any) -> None:
     """Tell W&B the axis of every group of keys, and which value of a run stands for it."""
-    define = getattr(logger.experiment, "define_metric", None)
+    define = getattr(getattr(logger, "experiment", None), "define_metric", None)
     if define is None:
         return
     define(_AXIS)

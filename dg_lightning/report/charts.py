@@ -100,7 +100,7 @@ def line_chart(
     percent: bool = False,
 ) -> str:
     """Return lines over a common axis, with a legend whose entries switch them on and off."""
-    drawn = {name: _thinned(points) for name, points in series.items() if points}
+    drawn = {name: line for name, points in series.items() if (line := _thinned(points))}
     if not drawn:
         return ""
     points = [point for line in drawn.values() for point in line]
@@ -255,9 +255,10 @@ def _colour(index: int) -> str:
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     finite = [point for point in points if all(map(math.isfinite, point))]
-    every = math.ceil(len(finite) / _MOST) if finite else 1
-    kept = finite[::every]
-    return kept if not finite or kept[-1] == finite[-1] else [*kept, finite[-1]]
+    if not finite:
+        return []
+    kept = finite[:: math.ceil(len(finite) / _MOST)]
+    return kept if kept[-1] == finite[-1] else [*kept, finite[-1]]
 
 
 def _value(value: float, percent: bool) -> str:

@@ -69,9 +69,7 @@ def _block(block: str) -> str:
     if block.startswith("# "):
         return ""  # the page has its own title
     if block.startswith("| "):
-        head, _, *body = [
-            [cell.strip(" `") for cell in line.strip("| ").split(" | ")] for line in lines
-        ]
+        head, _, *body = [[cell.strip(" `") for cell in line[2:-2].split(" | ")] for line in lines]
         # What no row knows, as the paper's figures of a dataset that it has not, is left out.
         kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in body)]
         return table([head[i] for i in kept], [[line[i] for i in kept] for line in body])

@@ -75,7 +75,8 @@ def class_map(layer: str, shares: Tensor, class_names: Sequence[str]) -> str:
     """Return which units open for which class (classes, units), the most open first."""
     order = shares.nanmean(0).argsort(descending=True, stable=True)
     rows, names = _grouped(shares.T[order], [str(index) for index in order.tolist()])
-    spread = shares.T.nan_to_num().std(1, correction=0).max().item()
+    seen = shares[~shares.isnan().any(1)]
+    spread = seen.std(0, correction=0).max().item() if len(seen) else 0.0
     said = f"{layer}: share of each class that opens a unit; largest spread of a unit {spread:.2f}"
     return heat_map("Units by class", rows, names, class_names, "unit", "class", said)
 

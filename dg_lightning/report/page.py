@@ -10,6 +10,7 @@ from dg_lightning.dashboards.tables import read_rows
 from dg_lightning.report.html import text
 from dg_lightning.report.run import is_run, read_run
 from dg_lightning.report.run_part import run_part
+from dg_lightning.study.tables import TEXTS, write_text
 
 __all__ = ["study_page", "write_report"]
 
@@ -24,16 +25,17 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         folder: Folder of a study, of a run, or of the runs of one config, whose newest is taken.
         output: The file; `report.html` in the folder if None.
     """
-    from dg_lightning.study.tables import write_text
-
     if not folder.is_dir():
         raise ValueError(f"There is no folder {str(folder)!r}: give one of a study or of a run.")
-    if (folder / "results.csv").is_file():
-        page = _page_of_study(folder)
+    rows = read_rows(folder / "results.csv")
+    if rows and "variant" in rows[0]:  # a search has results, too
+        page = _page_of_study(folder, rows)
     else:
         run = folder if is_run(folder) else _newest_run(folder)
         page = _page(str(run), run_part(read_run(run)))
     path = folder / "report.html" if output is None else output
+    if path.is_dir():
+        raise ValueError(f"`output` must be a file, got the folder {str(path)!r}: add report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     return path
@@ -45,20 +47,26 @@ def _newest_run(folder: Path) -> Path:
     trained = [path for path in runs if (path / "checkpoints").is_dir()] or runs
     if not trained:
         raise ValueError(
-            f"{str(folder)!r} holds neither a study (results.csv) nor a run (metrics.csv, gates/ "
-            "or config.yaml): give the folder that `study` or `fit` has named."
+            f"{str(folder)!r} holds neither a study (results.csv with a column variant) nor a run "
+            "(metrics.csv, gates/ or config.yaml): give the folder that `study` or `fit` has named."
         )
-    return max(trained, key=lambda path: path.stat().st_mtime)
+    # The folder itself is touched by every report of it.
+    return max(trained, key=lambda path: max(p.stat().st_mtime for p in _written(path)))
 
 
-def _page_of_study(folder: Path) -> str:
+def _written(run: Path) -> list[Path]:
+    names = ("checkpoints", "config.yaml", "metrics.csv", "gates")
+    return [path for name in names if (path := run / name).exists()]
+
+
+def _page_of_study(folder: Path, cells: Sequence[Mapping[str, str]]) -> str:
     described = folder / "study.json"
     about = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else {}
     rows = [
-        {key: _number(value) for key, value in row.items()}
-        for row in read_rows(folder / "results.csv")
+        {key: value if key in TEXTS else _number(value) for key, value in row.items()}
+        for row in cells
     ]
-    name = about.get("table") or (rows[0]["dataset"] if rows else folder.name)
+    name = about.get("table") or rows[0].get("dataset") or folder.name
     return study_page(folder, str(name), rows, about.get("notes"))
 
 

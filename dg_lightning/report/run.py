@@ -1,9 +1,9 @@
 """What a run has left on the disk, read for its report."""
 
-import math
+import json
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -11,34 +11,42 @@ from torch import Tensor
 
 from dg_lightning.dashboards.tables import read_lines, read_rows
 
-__all__ = ["RunRecord", "UnitHistory", "is_run", "read_run"]
+__all__ = ["GateInput", "RunRecord", "UnitHistory", "is_run", "read_run"]
 
 
 @dataclass(frozen=True)
 class UnitHistory:
-    """The units of one gate: share of samples that open them, look by look."""
+    """The units of one gate, look by look."""
 
     epochs: list[int]
-    g: Tensor  # (units, looks)
+    g: Tensor  # (units, looks), share of samples that open them
+    p: Tensor  # (units,), mean, at the last look
+
+
+@dataclass(frozen=True)
+class GateInput:
+    """What a gate on the input stands for."""
+
+    shape: list[int]
+    features: list[str]
 
 
 @dataclass
 class RunRecord:
     """A run: what was logged, what its gates did, and how it was set up."""
 
-    name: str
     metrics: list[dict[str, float]]  # a row a logged step
     test: dict[str, float]
     layers: list[dict[str, str]]  # layers.csv
     units: dict[str, UnitHistory]
     classes: dict[str, tuple[list[str], Tensor]]  # by layer: names, (classes, units)
     histograms: dict[str, list[tuple[float, float]]]  # by layer: lower edge, share; the last ones
+    inputs: dict[str, GateInput]
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
     verdicts: list[dict[str, str]]
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    input_shape: list[int] | None = None
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """Return a logged value by step."""
@@ -55,28 +63,25 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("metrics.csv", "gates", "config.yaml"))
 
 
-def read_run(folder: Path, name: str | None = None) -> RunRecord:
+def read_run(folder: Path) -> RunRecord:
     """Read a run; of a training also the test of its checkpoint, which has its own folder."""
     tested = folder if (folder / "confusion.csv").exists() else _test_of(folder) or folder
     gates = folder / "gates"
     if not gates.is_dir():  # a test alone
         gates = next((path for path in sorted(folder.glob("gates_*")) if path.is_dir()), gates)
-    metrics = _numbers(folder / "metrics.csv")
-    config_path, settings = folder / "config.yaml", _yaml(folder / "config.yaml")
     return RunRecord(
-        name=name or folder.name,
-        metrics=[row for row in metrics if not _is_test(row)],
+        metrics=[row for row in _numbers(folder / "metrics.csv") if not _is_test(row)],
         test=_tested(_numbers(tested / "metrics.csv")),
         layers=read_rows(gates / "layers.csv"),
         units=_units(gates / "units.csv"),
         classes=_classes(gates / "classes.csv"),
         histograms=_histograms(gates / "histogram.csv"),
+        inputs=_inputs(gates / "inputs.csv"),
         confusion=_confusion(tested / "confusion.csv"),
         compute=read_rows(tested / "compute.csv"),
         verdicts=read_rows(gates / "collapse.csv"),
-        config=config_path.read_text(encoding="utf-8") if config_path.is_file() else "",
-        versions=_yaml(folder / "hparams.yaml").get("versions") or {},
-        input_shape=((settings.get("model") or {}).get("init_args") or {}).get("input_shape"),
+        config=_text(folder / "config.yaml"),
+        versions=_versions(folder / "versions.json"),
     )
 
 
@@ -85,17 +90,27 @@ def _test_of(folder: Path) -> Path | None:
     found = [
         path.parent
         for path in folder.parent.glob("*/confusion.csv")
-        if (checkpoint := _yaml(path.parent / "config.yaml").get("ckpt_path"))
-        and Path(checkpoint).resolve().is_relative_to(folder.resolve())
+        # By its end: it is written as seen from where the test was started.
+        if _checkpoint(path.parent).parts[-3:-1] == (folder.name, "checkpoints")
     ]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    return max(found, key=lambda path: (path / "confusion.csv").stat().st_mtime, default=None)
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}
+def _checkpoint(folder: Path) -> Path:
+    try:
+        settings = yaml.safe_load(_text(folder / "config.yaml"))
+    except yaml.YAMLError:  # edited by hand
+        return Path()
+    return Path(settings.get("ckpt_path") or "" if isinstance(settings, dict) else "")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _versions(path: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads(_text(path) or "{}")
+    return found
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:
@@ -111,23 +126,31 @@ def _tested(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _units(path: Path) -> dict[str, UnitHistory]:
-    """Read the shares by layer; a look is an (epoch, step) pair."""
-    found: dict[str, dict[tuple[int, int], list[float]]] = {}
-    for row in read_rows(path):
-        looks = found.setdefault(row["layer"], {})
-        looks.setdefault((int(row["epoch"]), int(row["step"])), []).append(float(row["g"]))
-    return {layer: _history(looks) for layer, looks in found.items()}
+    """Read the shares by layer; a look begins with unit 0."""
+    epochs: dict[str, list[int]] = {}
+    shares: dict[str, tuple[array[float], array[float]]] = {}
+    lines = read_lines(path)
+    next(lines, None)
+    for epoch, _, layer, unit, p, g in lines:
+        if unit == "0":
+            epochs.setdefault(layer, []).append(int(epoch))
+        of_p, of_g = shares.setdefault(layer, (array("f"), array("f")))
+        of_p.append(float(p))
+        of_g.append(float(g))
+    return {layer: _history(epochs[layer], *shares[layer]) for layer in shares}
 
 
-def _history(looks: dict[tuple[int, int], list[float]]) -> UnitHistory:
-    units = max(map(len, looks.values()))
-    whole = {when: g for when, g in looks.items() if len(g) == units}  # one may be half written
-    return UnitHistory([epoch for epoch, _ in whole], torch.tensor(list(whole.values())).T)
+def _history(epochs: list[int], p: "array[float]", g: "array[float]") -> UnitHistory:
+    units = -(-len(g) // len(epochs))  # the last look may not be complete
+    looks = len(g) // units
+    table = torch.tensor(g[: looks * units]).reshape(looks, units).T
+    return UnitHistory(epochs[:looks], table, torch.tensor(p[(looks - 1) * units : looks * units]))
 
 
 def _classes(path: Path) -> dict[str, tuple[list[str], Tensor]]:
     found: dict[str, list[list[float]]] = {}
-    head, *lines = read_lines(path) or [[]]
+    lines = read_lines(path)
+    head = next(lines, [])
     for layer, _, *shares in lines:
         found.setdefault(layer, []).append([float(share) for share in shares])
     return {layer: (head[2:], torch.tensor(rows).T) for layer, rows in found.items()}
@@ -139,14 +162,23 @@ def _histograms(path: Path) -> dict[str, list[tuple[float, float]]]:
         layer: [
             (float(column.removeprefix("p_")), float(share))
             for column, share in row.items()
-            if column.startswith("p_") and not math.isnan(float(share))
+            if column.startswith("p_")
         ]
         for layer, row in last.items()
     }
 
 
+def _inputs(path: Path) -> dict[str, GateInput]:
+    lines = read_lines(path)
+    next(lines, None)
+    return {
+        layer: GateInput([int(size) for size in shape.split()], features)
+        for layer, shape, *features in lines
+    }
+
+
 def _confusion(path: Path) -> tuple[list[str], Tensor] | None:
-    head, *lines = read_lines(path) or [[]]
+    head, *lines = list(read_lines(path)) or [[]]
     if not lines:
         return None
     return head[1:], torch.tensor([[float(count) for count in line[1:]] for line in lines])

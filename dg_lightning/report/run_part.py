@@ -16,13 +16,18 @@ _SCHEDULES = {
     "Weight λ of the penalty": ("gates/penalty_weight",),
     "Budget: allowed and used": ("gates/budget_",),
 }
+_MOST_NAMES = 50
 _MOST_CLASSES = 50  # of a map by class, and of a confusion matrix
+
+_NO_METRICS = (
+    "<p>Nothing was kept of accuracy and loss: train with a logger (metrics.csv is not there).</p>"
+)
 
 
 def run_part(run: RunRecord, level: int = 2) -> str:
     """Return everything about one run."""
     parts = [
-        section("How it went", _figures(run), _course(run), level=level),
+        section("How it went", _figures(run), _course(run) or _NO_METRICS, level=level),
         section("Open rates by layer", _open_rates(run), level=level),
         *(_gate(run, layer, level) for layer in run.units),
         section("Schedules", _schedules(run), level=level),
@@ -102,8 +107,8 @@ def _open_rates(run: RunRecord) -> str:
 def _gate(run: RunRecord, layer: str, level: int) -> str:
     history = run.units[layer]
     maps = []
-    if "input_gate" in layer and run.input_shape:
-        maps += input_maps(layer, history.g[:, -1], run.input_shape)
+    if layer in run.inputs:
+        maps += input_maps(layer, history.g[:, -1], run.inputs[layer].shape)
     maps.append(time_map(layer, history.g, history.epochs))
     if layer in run.classes and len(run.classes[layer][0]) <= _MOST_CLASSES:
         names, shares = run.classes[layer]
@@ -117,7 +122,21 @@ def _gate(run: RunRecord, layer: str, level: int) -> str:
         ]  # fmt: skip
         maps.append(bar_chart("Histogram of p", bars, "share", percent=True))
     scale = '<p class="scale" aria-hidden="true"><i></i></p>'
-    return section(f"Gate {layer}", scale, _side_by_side(maps), level=level)
+    features = _features(run, layer)
+    return section(f"Gate {layer}", scale, _side_by_side(maps), features, level=level)
+
+
+def _features(run: RunRecord, layer: str) -> str:
+    """Return the inputs by name, as of genes, the most open first."""
+    history = run.units[layer]
+    names = run.inputs[layer].features if layer in run.inputs else []
+    if len(names) != len(history.p):
+        return ""
+    opened = history.g[:, -1]
+    order = (2 * opened + history.p).argsort(descending=True, stable=True)[:_MOST_NAMES].tolist()
+    rows = [[names[i], f"{opened[i]:.1%}", f"{history.p[i]:.3f}"] for i in order]
+    title = f"The {len(order)} inputs that are most open, of {len(names):,}"
+    return details(title, table(["input", "open g", "mean p"], rows))
 
 
 def _schedules(run: RunRecord) -> str:

@@ -38,15 +38,17 @@ for (const chart of document.querySelectorAll(".chart")) {
     mark.classList.add("near");
     show(mark.dataset.tip, ...middle(mark));
   };
-  svg.addEventListener("pointermove", (event) => {
+  const seek = (event) => {
     let best = null, least = 40;
     for (const mark of marks()) {
       const distance = away(mark, event.clientX, event.clientY);
       if (distance < least) { least = distance; best = mark; }
     }
     point(best);
-  });
-  svg.addEventListener("pointerleave", () => point(null));
+  };
+  svg.addEventListener("pointermove", seek);
+  svg.addEventListener("click", seek);  // a finger only taps
+  svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && point(null));
   svg.addEventListener("blur", () => point(null));
   svg.addEventListener("keydown", (event) => {
     const all = marks();
@@ -96,15 +98,17 @@ for (const canvas of document.querySelectorAll(".map canvas")) {
       box.x + (column + .5) / columns.length * box.width, box.y + (row + .5) / rows.length * box.height);
   };
   let row = 0, column = -1;
-  canvas.addEventListener("pointermove", (event) => {
+  const seek = (event) => {
     const box = canvas.getBoundingClientRect();
     row = Math.floor((event.clientY - box.y) / box.height * rows.length);
     column = Math.floor((event.clientX - box.x) / box.width * columns.length);
     row = Math.max(0, Math.min(row, rows.length - 1));
     column = Math.max(0, Math.min(column, columns.length - 1));
     say(row, column);
-  });
-  canvas.addEventListener("pointerleave", hide);
+  };
+  canvas.addEventListener("pointermove", seek);
+  canvas.addEventListener("click", seek);
+  canvas.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hide());
   canvas.addEventListener("blur", hide);
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "Escape") return hide();

@@ -8,7 +8,7 @@ from typing import Any
 
 from dg_lightning.dashboards.tables import read_rows
 from dg_lightning.report.charts import Bar, Point, bar_chart, line_chart, scatter_chart
-from dg_lightning.report.html import blocks, details, section
+from dg_lightning.report.html import blocks, details, section, text
 from dg_lightning.report.run import is_run, read_run
 from dg_lightning.report.run_part import run_part
 from dg_lightning.study.published import published
@@ -17,6 +17,10 @@ from dg_lightning.study.tables import summarised, summary_markdown
 __all__ = ["study_part"]
 
 Row = Mapping[str, Any]
+_SHAPES = (
+    "<p>Filled: ours. Diamonds: the paper's table. Triangles: the paper's accuracy at the MACs "
+    "that its published script gives.</p>"
+)
 
 
 def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) -> str:
@@ -29,6 +33,7 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
         notes: What a reader should know.
     """
     summaries = [summary for summary in summarised(rows) if summary["runs"]]
+    points = _pareto(summaries, published(name)["rows"])
     charts = [
         bar_chart("Test accuracy", _bars(summaries, "accuracy", ".2%"), "accuracy", percent=True),
         bar_chart(
@@ -38,23 +43,26 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
     ]
     return "\n".join(
         [
-            section("Summary", blocks(summary_markdown(name, rows, notes))),
+            section("Summary", _notes(notes), blocks(summary_markdown(name, rows))),
             section(
                 "Accuracy against compute",
                 scatter_chart(
                     "Test accuracy against reduction of MACs, ± standard deviation over seeds",
-                    _pareto(summaries, published(name)["rows"]),
+                    points,
                     "reduction of MACs",
                     "test accuracy",
                 ),
-                "<p>Filled: ours. Diamonds: the paper's table. Triangles: the paper's accuracy at "
-                "the MACs that its published script gives.</p>",
+                _SHAPES if any(point.shape != "circle" for point in points) else "",
             ),
             section("Variants side by side", f'<div class="tiles">{"".join(charts)}</div>'),
             section("Course of the trainings", _course(folder)),
             section("Runs", *_runs(folder, rows)),
         ]
     )
+
+
+def _notes(notes: str | None) -> str:
+    return f"<p>{text(notes)}</p>" if notes else ""
 
 
 def _bars(summaries: Sequence[Row], key: str, form: str) -> list[Bar]:

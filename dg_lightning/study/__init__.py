@@ -1,10 +1,15 @@
 """Many runs: variants x seeds with a table at the end, and the search for good settings."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dg_lightning.study.published import published
-from dg_lightning.study.runner import Study, run_study
-from dg_lightning.study.search import Parameter, Search, run_search
 from dg_lightning.study.settings import Variant
 from dg_lightning.study.tables import paired_difference, summarised
+
+if TYPE_CHECKING:
+    from dg_lightning.study.runner import Study, run_study
+    from dg_lightning.study.search import Parameter, Search, run_search
 
 __all__ = [
     "Parameter",
@@ -17,3 +22,18 @@ __all__ = [
     "run_study",
     "summarised",
 ]
+
+# These need Optuna; the tables, which reports are made of, do not.
+_HOMES = {
+    "Study": "runner",
+    "run_study": "runner",
+    "Parameter": "search",
+    "Search": "search",
+    "run_search": "search",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -3,9 +3,11 @@
 import json
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,7 +129,7 @@ def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers:
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     others = [
-        spawn.Process(target=work, args=(settings, index, os.getpid()))
+        spawn.Process(target=_as_worker, args=(work, settings, index, os.getpid()))
         for index in range(1, workers)
     ]
     for process in others:
@@ -139,6 +141,16 @@ def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers:
         raise
     for process in others:
         process.join()
+
+
+def _as_worker(
+    work: Callable[[T, int, int | None], None], settings: T, index: int, parent: int
+) -> None:
+    """Work in a process of its own, as quiet as the one that started it."""
+    from dg_lightning.cli.quiet import is_quiet, quietly
+
+    with quietly() if is_quiet() else nullcontext():
+        work(settings, index, parent)
 
 
 def _work(study: Study, index: int, parent: int | None) -> None:
@@ -234,5 +246,8 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
         write_text(study.folder / "epochs.md", text)
     about = json.dumps({"table": study.table, "notes": study.notes})
     write_text(study.folder / "study.json", f"{about}\n")
-    write_report(study.folder)
+    try:
+        write_report(study.folder)
+    except Exception as error:  # a page that cannot be drawn must not end the trainings
+        sys.stderr.write(f"report.html could not be written: {reason_of(error)}\n")
     return known

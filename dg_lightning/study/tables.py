@@ -38,7 +38,8 @@ COLUMNS = (
     "status",
     "reason",
 )
-_NAMES = ("dataset", "variant", "seed", "device", "status", "reason")
+TEXTS = ("dataset", "variant", "device", "status", "reason")
+_NAMES = (*TEXTS, "seed")
 
 Row = Mapping[str, Any]
 

@@ -159,7 +159,7 @@ def test_a_resumed_run_has_all_looks_in_its_files(tmp_path: Path) -> None:
     trainer_for(tmp_path / "whole", GateMonitor(), max_epochs=4).fit(
         classifier(), DigitsDataModule(batch_size=64)
     )
-    for name in ("layers.csv", "units.csv", "classes.csv"):
+    for name in ("layers.csv", "units.csv", "classes.csv", "histogram.csv"):
         resumed = (tmp_path / "b" / "gates" / name).read_text()
         assert resumed == (tmp_path / "whole" / "gates" / name).read_text(), name
 
@@ -214,3 +214,138 @@ def test_says_that_there_is_no_validation_to_look_at(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, GateMonitor(stage="validation"), limit_val_batches=0)
     with pytest.raises(ValueError, match="there is none: leave `stage` out"):
         trainer.fit(classifier(), DigitsDataModule(batch_size=64))
+
+
+class Labelled(Foreign):
+    """Returns logits of a chosen width, and has labels that are none."""
+
+    def __init__(self, outputs: int, labels: Tensor) -> None:
+        super().__init__()
+        gate: Any = {"kind": "dynamic", "network": "linear"}
+        self.body = nn.Sequential(GatedLinear(8, 16, gate=gate), nn.Linear(16, outputs))
+        self.labels = labels
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.body(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self.body(batch[0])  # type: ignore[no-any-return]
+
+    def train_dataloader(self) -> Any:
+        data = torch.utils.data.TensorDataset(torch.randn(len(self.labels), 8), self.labels)
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+def test_one_logit_is_no_class_and_a_label_may_stand_for_none(tmp_path: Path) -> None:
+    binary = Labelled(1, torch.tensor([0, 1, 1, 0]))
+    trainer_for(tmp_path / "binary", GateMonitor(), max_epochs=1).fit(binary)
+    assert not (tmp_path / "binary" / "gates" / "classes.csv").exists()
+    ignored = Labelled(3, torch.tensor([0, -100, 2, 2, 255, 0]))
+    trainer_for(tmp_path / "ignored", GateMonitor(), max_epochs=1).fit(ignored)
+    classes = rows(tmp_path / "ignored" / "gates" / "classes.csv")
+    assert classes[0]["1"] == "nan"  # no sample of class 1
+    assert 0 <= float(classes[0]["2"]) <= 1
+
+
+class Bare(pl.loggers.Logger):
+    """A logger that can do nothing but take scalars."""
+
+    name, version = "bare", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.seen |= set(metrics)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Take nothing."""
+
+
+def test_a_logger_that_takes_scalars_alone_gets_them(tmp_path: Path) -> None:
+    logger = Bare()
+    trainer_for(tmp_path, GateMonitor(every_n_epochs=1), logger=logger, max_epochs=1).fit(
+        classifier(), DigitsDataModule(batch_size=64)
+    )
+    assert f"gates/open_rate_g/{FIRST}" in logger.seen
+
+
+def test_a_gate_that_takes_no_part_can_be_left_out(tmp_path: Path) -> None:
+    model = Foreign()
+    model.idle = GatedLinear(4, 4, gate={"kind": "static"})
+    trainer = trainer_for(tmp_path, GateMonitor(layers=["body*"]), max_epochs=1)
+    trainer.fit(model, DigitsDataModule(batch_size=64))
+    assert "gates/open_rate_g/body.1.gate" in trainer.callback_metrics
+    assert "compute/macs" not in trainer.callback_metrics  # not known for all of the module
+
+
+def test_looks_between_two_optimizer_steps_are_looks_of_their_own(tmp_path: Path) -> None:
+    from dg_lightning.report.run import read_run
+
+    trainer_for(
+        tmp_path, GateMonitor(), max_epochs=1, accumulate_grad_batches=6, val_check_interval=2
+    ).fit(classifier(), DigitsDataModule(batch_size=64))
+    units = read_run(tmp_path).units
+    assert units[FIRST].g.shape == (32, 10)
+    assert units[INPUT].g.shape == (64, 10)
+
+
+def test_two_monitors_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_for(
+        tmp_path, GateMonitor(layers=["net.input*"]), GateMonitor(layers=["net.h*"])
+    )
+    with pytest.raises(ValueError, match="Two GateMonitors would share"):
+        trainer.fit(classifier(), DigitsDataModule(batch_size=64))
+
+
+def test_the_files_of_a_long_training_are_thinned_and_end_with_the_last_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dg_lightning.report.run import read_run
+
+    monitor = GateMonitor()
+    monitor.history.most = 4
+    monkeypatch.setattr(GateMonitor, "_start_anew", lambda self: None)
+    trainer_for(tmp_path, monitor, max_epochs=8, limit_train_batches=2).fit(
+        classifier(), DigitsDataModule(batch_size=64)
+    )
+    assert read_run(tmp_path).units[FIRST].epochs == [0, 2, 4, 6, 7]
+    assert len(rows(tmp_path / "gates" / "layers.csv")) == 16  # of layers all
+
+
+def test_pictures_come_in_intervals_whenever_validations_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def send(self: Any, trainer: Any) -> None:
+        sent.append(trainer.current_epoch)
+        self._pictured_at = self.history.last.epoch
+
+    monkeypatch.setattr(GateMonitor, "_send", send)
+    data = DigitsDataModule(batch_size=64)
+    trainer_for(
+        tmp_path, GateMonitor(every_n_epochs=3), max_epochs=12, check_val_every_n_epoch=2,
+        limit_train_batches=2,
+    ).fit(classifier(), data)  # fmt: skip
+    assert sent == [3, 7, 11]
+    sent.clear()
+    trainer_for(
+        tmp_path, GateMonitor(every_n_epochs=1), max_epochs=2, val_check_interval=3
+    ).fit(classifier(), data)  # fmt: skip
+    assert sent == [0, 1]
+
+
+def test_a_router_in_training_counts_what_it_would_choose() -> None:
+    from dg_lightning.gate_activity import GateActivity
+    from dg_lightning.switch_moe import SwitchMoE
+
+    torch.manual_seed(0)
+    moe = SwitchMoE(8, 2, width=4, experts=4, expert_width=4, capacity_factor=0.3)
+    moe(torch.randn(64, 8))
+    activity = GateActivity(gate_layers(moe))
+    activity.update(64, training=True)
+    assert activity.looks()[0].g.sum().item() == pytest.approx(1.0)  # one expert a sample

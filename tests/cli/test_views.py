@@ -79,7 +79,7 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["report", "nowhere"], "There is no folder 'nowhere': give one of a study or of a run."),
-        (["report", "."], "'.' holds neither a study (results.csv) nor a run"),
+        (["report", "."], "'.' holds neither a study (results.csv with a column variant) nor"),
         (["report"], "folder"),
         (["wandb-workspace"], "entity"),
     ],

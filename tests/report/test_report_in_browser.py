@@ -30,7 +30,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main(["study", f"--config={config}", f"--output={out}", *options])
     results = out / "results.csv"
     lines = results.read_text().splitlines()
-    results.write_text("\n".join([*lines, lines[-1].replace("dynamicgate_input", HOSTILE)]))
+    lines.append(lines[-1].replace("dynamicgate_input", HOSTILE))
+    results.write_text("\n".join(lines) + "\n")
     for name in ("confusion.csv", "config.yaml", "gates/layers.csv", "gates/units.csv"):
         path = out / "runs" / "dynamicgate" / "seed_0" / name
         path.write_text(
@@ -160,6 +161,18 @@ def test_the_keyboard_reaches_every_mark_and_the_screen_reader_hears_it(opened: 
             e => !(e.getAttribute("aria-label") || e.textContent.trim())).length"""
     )
     assert unnamed == 0
+
+
+def test_a_finger_that_taps_sees_values(browser: Any, study: Path) -> None:
+    size = {"width": 390, "height": 844}
+    page = Opened(browser, study, viewport=size, has_touch=True, is_mobile=True).page
+    for what in (".chart.points [data-tip^='baseline:']", ".map canvas"):
+        page.evaluate("document.getElementById('tip').hidden = true")
+        target = page.locator(what).first
+        target.scroll_into_view_if_needed()
+        target.tap(force=True)
+        assert page.locator("#tip").is_visible(), what
+    page.close()
 
 
 def test_a_legend_switches_a_line_off_and_on(opened: Opened) -> None:
