@@ -112,7 +112,8 @@ def measure(gate: Any, pressing: Any, batch: Any, arguments: Any) -> dict[str, f
             devices=1,
             max_steps=TOTAL,
             callbacks=[*compared["all"], ModelCheckpoint(folder), switch],
-            logger=CSVLogger(folder),
+            # Written to the disk in every block: else it would be in every second one.
+            logger=CSVLogger(folder, flush_logs_every_n_steps=BLOCK),
             enable_progress_bar=False,
             enable_model_summary=False,
         )

@@ -9,6 +9,7 @@ the size of MNIST, validation included, ten with and ten without in turns: with 
 """
 
 import argparse
+import itertools
 import logging
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from callback_overhead import Repeated, Switch
+from callback_overhead import BLOCK, Repeated, Switch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
@@ -100,14 +101,16 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
     switch = Switch({"none": [], "monitor": [monitor]}, rounds)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [monitor, ModelCheckpoint(folder), switch]
-        logger = CSVLogger(folder)
+        logger = CSVLogger(folder, flush_logs_every_n_steps=BLOCK)  # once a block
         trainer = quiet(folder, logger, device, callbacks=callbacks, max_steps=100_000)
         # A validation that never comes: what the default waits for.
         trainer.fit(
             model_of(gate, 3072, [1024, 512]), Repeated(batch), Batches(BATCH, 3072, device)
         )
-    none, with_it = (statistics.median(times[1:]) for times in switch.seconds.values())
-    return with_it / none
+    # Each block with it is compared with the ones before and behind it: machines have moods.
+    none, with_it = switch.seconds.values()
+    around = [(before + behind) / 2 for before, behind in itertools.pairwise(none)]
+    return statistics.median(a / b for a, b in zip(with_it, around, strict=False))
 
 
 def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:

@@ -18,9 +18,9 @@ from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks, refuse_two_penalties
-from ._hooks import only_used_hooks
 from ._pressure import Pressure
 
 __all__ = ["BudgetController"]

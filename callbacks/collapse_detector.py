@@ -15,9 +15,9 @@ from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.rescue import Rescue
 from dg_lightning.schedules import Clock
 from dg_lightning.slots import slots_of
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks
-from ._hooks import only_used_hooks
 
 __all__ = ["CollapseDetector"]
 

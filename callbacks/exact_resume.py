@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ._hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks
 
 __all__ = ["ExactResume"]
 

@@ -12,11 +12,11 @@ from dg_lightning.gate_activity import GateHistory, LookBack
 from dg_lightning.gate_statistics import unit_rates
 from dg_lightning.log_steps import logged_step, logs_now
 from dg_lightning.protocol import GateLike, gate_layers
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks
 from ._gate_look import Look
 from ._gate_views import send_pictures, send_tables, write_files
-from ._hooks import only_used_hooks
 
 __all__ = ["GateMonitor"]
 

@@ -21,9 +21,9 @@ from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
 from dg_lightning.slots import slots_of
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import refuse_two_penalties
-from ._hooks import only_used_hooks
 from ._pressure import Pressure
 
 __all__ = ["GatePenalty"]

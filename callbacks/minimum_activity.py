@@ -12,9 +12,9 @@ from dg_lightning.gate_statistics import GateStatistics, unit_rates
 from dg_lightning.protocol import GateLike, by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.slots import slots_of
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks
-from ._hooks import only_used_hooks
 
 __all__ = ["MinimumActivity"]
 

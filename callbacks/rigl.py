@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from dg_lightning.rewiring import Connections, Distribution, OpenRates
 from dg_lightning.schedules import Duration
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks
-from ._hooks import only_used_hooks
 from ._masked_layers import Initial
 from ._rewiring import DropShape, Rewiring
 from ._sparse import all_finite

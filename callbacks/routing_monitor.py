@@ -8,8 +8,7 @@ from typing_extensions import override
 
 from dg_lightning.protocol import gate_layers
 from dg_lightning.routing import RoutingStatistics
-
-from ._hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks
 
 __all__ = ["RoutingMonitor"]
 

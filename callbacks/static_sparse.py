@@ -1,8 +1,8 @@
 """Train with connections that never change."""
 
 from dg_lightning.rewiring import Distribution
+from dg_lightning.step_hooks import only_used_hooks
 
-from ._hooks import only_used_hooks
 from ._masked_layers import Initial
 from ._sparse import Sparse
 

@@ -11,9 +11,9 @@ from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers, start_open_at
 from dg_lightning.schedules import Clock, Duration, Schedule, Shape
 from dg_lightning.slots import set_temperature, slots_of
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import refuse_two_writers
-from ._hooks import only_used_hooks
 
 __all__ = ["TemperatureAnnealing"]
 

@@ -12,9 +12,9 @@ from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
 from dg_lightning.slots import set_threshold, slots_of
+from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import refuse_two_writers
-from ._hooks import only_used_hooks
 
 __all__ = ["ThresholdPhases"]
 

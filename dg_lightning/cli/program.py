@@ -27,6 +27,7 @@ from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.cli.quiet import quietly
 from dg_lightning.cli.views import VIEWS, show
 from dg_lightning.spec import import_class
+from dg_lightning.step_hooks import leave_out_empty_hooks
 
 __all__ = ["GateCLI", "main", "run_command"]
 
@@ -208,6 +209,8 @@ class GateCLI(LightningCLI):
         if isinstance(self.model, GatedClassifier):
             predicts = self.subcommand == "predict"
             trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            leave_out_empty_hooks(callback)
         return trainer
 
     def after_fit(self) -> None:

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import lightning.pytorch as pl
 
-__all__ = ["only_used_hooks"]
+__all__ = ["leave_out_empty_hooks", "only_used_hooks"]
 
 _OF_A_STEP = (
     "on_train_batch_start",
@@ -28,3 +28,10 @@ def only_used_hooks(callback: Callback) -> Callback:
         if getattr(callback, hook) is getattr(pl.Callback, hook):
             setattr(callback, hook, None)
     return callback
+
+
+def leave_out_empty_hooks(callback: pl.Callback) -> None:
+    """Do the same for one callback of whatever class, as of Lightning's own."""
+    for hook in _OF_A_STEP:
+        if getattr(type(callback), hook, None) is getattr(pl.Callback, hook):
+            setattr(callback, hook, None)
