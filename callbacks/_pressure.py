@@ -83,8 +83,8 @@ class Pressure:
         self._missing = 0  # gates that it has not passed by yet, in this batch
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
-        # Of static gates: how many values each has, and the matrix that takes their means.
-        self._means: tuple[tuple[int, ...], Tensor] | None = None
+        # Of static gates: the matrix that takes their means, and what it was made for.
+        self._means: tuple[Any, Tensor] | None = None
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -156,12 +156,12 @@ class Pressure:
         values = [self._value(name) for name in self.gates]
         if shares or any(value is None or value.ndim > 1 for value in values):
             return mean_rates(self.gates, self.of, shares, unknown=1.0)
-        sizes = tuple(map(len, values))
-        means = self._means
-        if means is None or means[0] != sizes or means[1].device != values[0].device:
-            parts = [torch.full((1, size), 1 / size) for size in sizes]
-            self._means = means = (sizes, torch.block_diag(*parts).to(values[0].device))
-        return torch.mv(means[1], torch.cat(values))
+        joined = torch.cat(values)
+        made_for = (tuple(map(len, values)), joined.dtype, joined.device)
+        if self._means is None or self._means[0] != made_for:
+            parts = [torch.full((1, len(value)), 1 / len(value)) for value in values]
+            self._means = (made_for, torch.block_diag(*parts).to(joined))
+        return torch.mv(self._means[1], joined)
 
     def _value(self, name: str) -> Any:
         """Return p or g of a gate's last forward pass."""

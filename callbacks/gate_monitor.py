@@ -135,16 +135,26 @@ class GateMonitor(pl.Callback):
     def _show(self, trainer: Any) -> None:
         """Write the files of a look, and hand pictures and tables to loggers when it is time."""
         look = self._ended
-        if not look.found or not _shows(trainer):
+        if not look.found:
             return
-        if trainer.state.fn != "fit":
+        fits = trainer.state.fn == "fit"
+        due = fits and self._takes_picture(trainer.current_epoch)  # on all processes alike
+        if not _shows(trainer):
+            return
+        if not fits:
             self._show_alone(trainer, look)
             return
         if self.files:
             self._write(trainer, look)
-        since = -1 if self._pictured_at is None else self._pictured_at
-        if self.every_n_epochs and trainer.current_epoch - since >= self.every_n_epochs:
+        if due:
             self._send(trainer)
+
+    def _takes_picture(self, epoch: int) -> bool:
+        since = -1 if self._pictured_at is None else self._pictured_at
+        due = bool(self.every_n_epochs) and epoch - since >= self.every_n_epochs
+        if due:
+            self._pictured_at = epoch
+        return due
 
     def _write(self, trainer: Any, look: Look) -> None:
         history, now = self.history, self._rows[-len(look.found) :]
@@ -176,7 +186,6 @@ class GateMonitor(pl.Callback):
 
     def _send(self, trainer: Any) -> None:
         assert self.history.last is not None
-        self._pictured_at = self.history.last.epoch
         send_pictures(trainer, "gates", self._ended, self.history)
         send_tables(trainer, "gates", self._ended, self.history.last.step, self._rows)
 

@@ -43,7 +43,7 @@ class SaveWholeConfig(SaveConfigCallback):
         command: Any = trainer.state.fn
         own = trainer.loggers or command == "fit"
         path = _in_run_folder(trainer, "config.yaml" if own else f"config_{command.value}.yaml")
-        self.parser.save(self.config, path, overwrite=True, multifile=False)
+        self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=False)
         path.with_name("versions.json").write_text(json.dumps(versions()), encoding="utf-8")
 
 

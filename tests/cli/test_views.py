@@ -20,10 +20,12 @@ OPTIONS = ["--config", "digits/dynamicgate", "--trainer.max_epochs=2"]
 
 
 def program(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # A client of W&B in this process may have left the address of its service there.
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     return subprocess.run(
         [sys.executable, "-m", "dg_lightning", *args],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "100", **environment},
+        env={**clean, "COLUMNS": "100", **environment},
         capture_output=True,
         text=True,
         check=False,
