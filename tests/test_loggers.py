@@ -49,6 +49,9 @@ def one_run_at_a_time() -> Any:
 
     yield
     wandb.finish()
+    wandb.teardown()  # else the programs of other tests would talk to its service
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        del os.environ[name]
 
 
 def trained(root: Path, epochs: int, checkpoint: Path | None = None) -> pl.Trainer:
