@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 from dg_lightning.cli.errors import refusal
@@ -41,6 +42,8 @@ def config_path(name: str) -> str:
     shipped = shipped_configs()
     short = name.removeprefix("configs/").removesuffix(".yaml")
     if short in shipped:
+        if short.startswith("logger/wandb") and find_spec("wandb") is None:
+            raise refusal(f"{short} needs W&B: pip install 'dg-lightning[wandb]'.")
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
     near = get_close_matches(short, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"these ship: {', '.join(shipped)}."

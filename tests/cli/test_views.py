@@ -195,3 +195,15 @@ def test_the_sweep_file_makes_commands_that_the_program_takes(
     assert printed["model"]["init_args"]["gate_lr_factor"] == 100
     assert printed["trainer"]["callbacks"][-1]["init_args"]["budget"] == 0.4
     assert printed["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.0003
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+def test_a_logger_whose_package_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dg_lightning.cli.configs.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *OPTIONS, "--config", "logger/wandb"])
+    assert ended.value.code == 2
+    expected = "dg-lightning: error: logger/wandb needs W&B: pip install 'dg-lightning[wandb]'.\n"
+    assert capsys.readouterr().err == expected
