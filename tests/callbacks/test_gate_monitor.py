@@ -174,6 +174,8 @@ def test_a_test_has_files_of_its_own_and_leaves_the_history_alone(tmp_path: Path
     assert len(rows(tmp_path / "gates" / "layers.csv")) == 2
     assert len(rows(tmp_path / "gates_test" / "layers.csv")) == 2
     assert f"gates/open_rate_g/{FIRST}" in trainer.callback_metrics
+    # What has changed since a validation is no figure of a test.
+    assert not [key for key in trainer.callback_metrics if key.startswith("gates/churn")]
 
 
 def test_verdicts_on_gates_are_written(tmp_path: Path) -> None:
