@@ -19,7 +19,7 @@ from typing_extensions import override
 from dg_lightning.averaging import keep_settings_live
 from dg_lightning.compute import uncounted_modules
 from dg_lightning.compute_report import ComputeReport
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import forget_logged, logs_now
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers, release
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
@@ -197,6 +197,10 @@ class GatedClassifier(pl.LightningModule):
     def on_train_start(self) -> None:
         keep_settings_live(self, self.trainer)
         self._gates = list(gate_layers(self.net, required=False).values())
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        forget_logged(self.trainer)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
