@@ -113,7 +113,7 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
-        """Return z, one entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
+        """Return z in float32 or wider, one entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
 
     @abstractmethod
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
@@ -148,8 +148,12 @@ class Gate(nn.Module, ABC):
 
     @override
     def forward(self, h: Tensor) -> Tensor:
+        return self.per_unit(self.decide(h))
+
+    def decide(self, h: Tensor) -> Tensor:
+        """Return g, one entry per block; leave it and its p behind."""
         with torch.autocast(h.device.type, enabled=False):
-            z = self.logits(h.to(torch.promote_types(h.dtype, torch.float32))) / self.temperature
+            z = self.logits(h) / self.temperature
             p = open_probability(z, self.policy)
             if not self.training or self.policy in ("threshold", "top_k"):
                 g = deployed(p, self.threshold, self.k, self._floor)
@@ -161,7 +165,7 @@ class Gate(nn.Module, ABC):
                     forced = top_k_mask(p, self._floor) & (g == 0)
                     g = torch.where(forced, straight_through(torch.ones_like(g), p), g)
         self.probability, self.gate = p, g
-        return self.per_unit(g)
+        return g
 
     def per_unit(self, per_block: Tensor) -> Tensor:
         """Repeat a value per block for each of the block's units."""

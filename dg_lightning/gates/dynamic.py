@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack, override
 
 from dg_lightning.gates.base import Gate, GateOptions, at_least_float32
+from dg_lightning.gates.wide import wide_linear
 
 __all__ = ["DynamicGate"]
 
@@ -79,7 +80,10 @@ class DynamicGate(Gate):
 
     @override
     def logits(self, h: Tensor) -> Tensor:
-        z: Tensor = self.network(h)
+        first, *later = self.network
+        z = wide_linear(h, first)
+        for layer in later:
+            z = layer(z)
         return z
 
     @override

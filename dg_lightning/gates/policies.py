@@ -88,7 +88,8 @@ def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Ten
     is_open = p > threshold if k is None else top_k_mask(p, k)
     if floor > (k or 0):
         is_open = top_k_mask(p, floor, into=is_open)
-    return straight_through(is_open.to(p.dtype), p)
+    hard = is_open.to(p.dtype)
+    return straight_through(hard, p) if p.requires_grad else hard
 
 
 def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:

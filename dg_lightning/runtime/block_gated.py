@@ -1,0 +1,220 @@
+"""A GatedMLP that runs only the blocks of units that its samples open."""
+
+import time
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from dg_lightning.gates import Gate
+from dg_lightning.layers import GatedLinear, GatedMLP
+from dg_lightning.runtime.engines import FeedForward, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.replay import Recording, Replays
+
+__all__ = ["BlockGatedMLP", "Engine", "run_gated"]
+
+Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
+_HARD = ("threshold", "top_k", "bernoulli")
+_FEW = 4  # samples that the engine of open rows takes one by one
+_RENEWED = 1000  # uses after which engines are compared again: open rates change in training
+
+
+class BlockGatedMLP(GatedMLP):
+    """A `GatedMLP` whose input-dependent gates skip work: closed blocks are not computed.
+
+    It has the parameters, the state dict and the values of a `GatedMLP`, so a checkpoint of one
+    loads into the other. A hidden layer is run by blocks where its gate depends on the input and is
+    hard, nothing stands between product and activation, and the gate of the next layer does not
+    need the hidden units itself; every other layer runs as in a `GatedMLP`.
+
+    Args:
+        *args: The arguments of `GatedMLP`.
+        engine: `masked` computes all and multiplies. `blocks` multiplies each block with the
+            samples that open it. `rows` reads only the weights of open units, one sample after the
+            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them with
+            the rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
+            that is fastest for the batch at hand, by measuring; engines round differently, so a
+            training that must be repeatable bit by bit names one.
+        **options: The arguments of `GatedMLP`.
+
+    >>> gate = {"kind": "dynamic", "block_size": 16}
+    >>> mlp = BlockGatedMLP(64, [128], 10, gate=gate, engine="blocks")
+    >>> mlp(torch.randn(5, 64)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(self, *args: Any, engine: Engine = "auto", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._set_engine(engine)
+
+    def _set_engine(self, engine: Engine) -> None:
+        if engine not in get_args(Engine):
+            raise ValueError(f"`engine` must be one of {get_args(Engine)}, got {engine!r}.")
+        self.engine = engine
+        self._fastest: dict[tuple[Any, ...], tuple[str, int]] = {}
+        self._replays: Replays | None = None
+
+    @classmethod
+    def of(cls, mlp: GatedMLP, engine: Engine = "auto") -> Self:
+        """Return a net that shares the layers of a `GatedMLP`, and skips work."""
+        net = cls.__new__(cls)
+        nn.Module.__init__(net)
+        vars(net).update({k: v for k, v in vars(mlp).items() if k != "_modules"})
+        net._modules = dict(mlp._modules)
+        net._set_engine(engine)
+        return net
+
+    @torch.no_grad()
+    def lay_out_by_unit(self) -> Self:
+        """Let the weights that read a unit lie side by side in memory, for use on a CPU.
+
+        Values and shapes stay; a product over some units then reads memory from end to end.
+        """
+        layers = self._layers()
+        for reader in [layer.linear for layer in layers[1:]] + [self.output]:
+            reader.weight.data = reader.weight.t().contiguous().t()
+        return self
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if self.engine == "graph" and not (self.training or torch.is_grad_enabled()):
+            if self._replays is None:
+                self._replays = Replays(self, self._eager)
+            return self._replays(x)
+        return self._eager(x)
+
+    def record(self, x: Tensor) -> "Recording":
+        """Record the forward pass on this very tensor, as a CUDA graph, without any copy.
+
+        Write a batch into `x`, call what is returned, and read the result before the next call
+        writes over it.
+        """
+        return Recording(self._eager, x, self)
+
+    def _eager(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        if self.input_gate is not None:
+            h = self.input_gate(h).to(h.dtype) * h
+        h = self.input_norm(h)
+        layers = self._layers()
+        product: Tensor | None = None  # of the layer at hand, where the one before has computed it
+        for index, layer in enumerate(layers):
+            after = layers[index + 1] if index + 1 < len(layers) else None
+            if product is None and self._skips(layer, after):
+                gate = layer.gate
+                assert isinstance(gate, Gate)
+                reader = self.output if after is None else after.linear
+                net = FeedForward.of(layer.linear, layer.activation, reader, gate.block_size)
+                product = self._run(h, gate, net)
+            elif product is None:
+                h = layer(h)
+            else:
+                raw = layer.activation(layer.norm(product))
+                if layer.gate is not None:  # not input-dependent: `_skips` has seen to that
+                    raw = layer.gate(raw).to(raw.dtype) * raw
+                h, product = layer.dropout(raw), None
+        logits: Tensor = self.output(h) if product is None else product
+        return logits
+
+    def _skips(self, layer: GatedLinear, after: GatedLinear | None) -> bool:
+        gate = layer.gate
+        return (
+            self.engine != "masked"
+            and not torch.compiler.is_compiling()
+            and isinstance(gate, Gate)
+            and gate.input_dependent
+            and (gate.policy in _HARD or not self.training)
+            and isinstance(layer.norm, nn.Identity)
+            and (layer.dropout.p == 0 or not self.training)
+            and (after is None or after.gate is None or not after.gate.input_dependent)
+        )
+
+    def _run(self, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
+        if self.engine != "auto":
+            return run_gated("triton" if self.engine == "graph" else self.engine, x, gate, net)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *net.tensors))
+        key = (len(x).bit_length(), x.dtype, x.device, learns, net.first[0].shape)
+        name, uses = self._fastest.get(key, ("", _RENEWED))
+        if uses >= _RENEWED:
+            name, uses = fastest_engine(x, gate, net, learns), 0
+        self._fastest[key] = (name, uses + 1)
+        return run_gated(name, x, gate, net)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"engine={self.engine}"
+
+
+def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
+    """Let the gate decide, and run what it opens by the engine of that name."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, net = x.to(dtype), net.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        if engine == "triton":
+            return _by_kernels(x, gate, net)
+        run = {"masked": masked, "blocks": by_blocks, "rows": by_open_rows}[engine]
+        return run(x, gate.decide(x), net)
+
+
+def _by_kernels(x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
+    try:
+        from dg_lightning.runtime.triton_engine import by_kernels, decided_by_kernel
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "The engine 'triton' needs Triton, which comes with torch for CUDA on Linux: "
+            "use another engine."
+        ) from error
+    packing = decided_by_kernel(gate, x)
+    g = gate.decide(x) if packing is None else gate.gate
+    assert g is not None
+    return by_kernels(x, g, net, packing)
+
+
+def candidates(x: Tensor, learns: bool) -> list[str]:
+    """List the engines that can run a batch and may be the fastest."""
+    names = ["masked", "blocks"]
+    if x.is_cuda and x.dtype.itemsize == 2 and torch.version.hip is None:
+        try:
+            import triton  # noqa: F401
+        except ModuleNotFoundError:
+            pass
+        else:
+            names.append("triton")
+    if not x.is_cuda and len(x) <= _FEW and not learns:
+        names.append("rows")
+    return names
+
+
+def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> str:
+    """Measure the engines on a batch, with the backward pass if it `learns`."""
+    x = x.detach()
+    taken = {name: _seconds(name, x, gate, net, learns) for name in candidates(x, learns)}
+    return min(taken, key=lambda name: taken[name])
+
+
+def _seconds(name: str, x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> float:
+    """Return the shorter of two runs, after one that may compile something."""
+    best = float("inf")
+    for attempt in range(3):
+        _wait(x)
+        start = time.perf_counter()
+        with torch.set_grad_enabled(learns):
+            if learns:
+                inputs = x.clone().requires_grad_()
+                out = run_gated(name, inputs, gate, net)
+                weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
+                torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
+            else:
+                run_gated(name, x, gate, net)
+        _wait(x)
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _wait(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
