@@ -22,7 +22,7 @@ types: .venv/.installed-dev
 # The tests with the oldest versions that pyproject.toml allows.
 lowest:
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,plot,study,wandb]'
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
 	.venv-lowest/bin/python -m pytest
 
 clean:
@@ -36,5 +36,5 @@ clean:
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
 	touch $@

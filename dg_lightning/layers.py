@@ -149,6 +149,7 @@ class GatedMLP(nn.Module):
         widths = [in_features, *hidden]
         if min(*widths, num_classes) < 1:
             raise ValueError(f"Widths must be at least 1, got {[*widths, num_classes]}.")
+        self.in_features = in_features
         self.input_gate = (
             None
             if input_gate is None
@@ -173,14 +174,15 @@ class GatedMLP(nn.Module):
 
     def _connect(self, input_is_normalised: bool) -> None:
         """Tell each gate which map reads what it closes."""
-        maps = [layer.linear for layer in self._layers()] + [self.output]
+        maps = [layer.linear for layer in self.layers()] + [self.output]
         if self.input_gate is not None and not input_is_normalised:
             self.input_gate.feeds = Feeds(consumers=(maps[0],))
-        for layer, reader in zip(self._layers(), maps[1:], strict=True):
+        for layer, reader in zip(self.layers(), maps[1:], strict=True):
             if is_gate(layer.gate):
                 layer.gate.feeds = replace(layer.gate.feeds, consumers=(reader,))
 
-    def _layers(self) -> list[GatedLinear]:
+    def layers(self) -> list[GatedLinear]:
+        """Return the hidden layers."""
         return [layer for layer in self.hidden if isinstance(layer, GatedLinear)]
 
     @override

@@ -40,6 +40,7 @@ _NOISE = (
     "The dirpath has changed",  # a test run writes no checkpoint
 )
 _QUIET = "--quiet"
+_DEPLOY = ("export", "bench")
 _ADVERTISING = "Tip: For seamless cloud"
 
 
@@ -57,6 +58,11 @@ def main(args: Sequence[str] | None = None) -> None:
             run_many(given)
         elif given and given[0] in VIEWS:
             show(given)
+        elif given and given[0] in _DEPLOY:
+            # Here, because it takes a moment to import, and training needs none of it.
+            from dg_lightning.cli.deploy import deploy
+
+            deploy(given)
         else:
             run_command(given)
     except Exception as error:  # whose fault it is, type and origin tell together
@@ -90,7 +96,8 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
             "version": __version__,
             "description": "Train and use networks that decide which of their units to run.",
             "epilog": "Many trainings: dg-lightning {study,search} --help; what came out: "
-            "dg-lightning {report,wandb-workspace} --help. With --quiet, warnings and errors only.",
+            "dg-lightning {report,wandb-workspace} --help; made fast: dg-lightning {export,bench} "
+            "--help. With --quiet, warnings and errors only.",
         },
         auto_configure_optimizers=False,
         args=args,

@@ -113,7 +113,7 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
-        """Return z in float32 or wider, one entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
+        """Return z, float32 or wider, an entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
 
     @abstractmethod
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:

@@ -81,6 +81,7 @@ class DynamicGate(Gate):
     @override
     def logits(self, h: Tensor) -> Tensor:
         first, *later = self.network
+        assert isinstance(first, nn.Linear)
         z = wide_linear(h, first)
         for layer in later:
             z = layer(z)

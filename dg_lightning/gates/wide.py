@@ -16,7 +16,7 @@ def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     """
     if h.dtype == torch.bfloat16 and h.is_cuda and not torch.compiler.is_compiling():
         product: Tensor = _SplitProduct.apply(h.flatten(0, -2), linear.weight)  # type: ignore[no-untyped-call]
-        z = product.unflatten(0, h.shape[:-1])
+        z: Tensor = product.unflatten(0, h.shape[:-1])
         return z if linear.bias is None else z + linear.bias
     wide: Tensor = linear(h.to(torch.promote_types(h.dtype, linear.weight.dtype)))
     return wide
@@ -31,7 +31,7 @@ class _SplitProduct(torch.autograd.Function):
         return _halves(torch.mm(x, _split(weight).t(), out_dtype=torch.float32), dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:

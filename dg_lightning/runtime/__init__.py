@@ -1,0 +1,17 @@
+"""A trained net made really fast: compaction, execution by blocks, export, and what it brings."""
+
+from dg_lightning.runtime.block_gated import BlockGatedMLP
+from dg_lightning.runtime.choice import fastest_compact, usage_of
+from dg_lightning.runtime.compaction import Compact, compact
+from dg_lightning.runtime.export import export
+from dg_lightning.runtime.sparse import SparseLinear
+
+__all__ = [
+    "BlockGatedMLP",
+    "Compact",
+    "SparseLinear",
+    "compact",
+    "export",
+    "fastest_compact",
+    "usage_of",
+]

@@ -1,11 +1,11 @@
 """A GatedMLP that runs only the blocks of units that its samples open."""
 
 import time
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from dg_lightning.gates import Gate
 from dg_lightning.layers import GatedLinear, GatedMLP
@@ -32,8 +32,8 @@ class BlockGatedMLP(GatedMLP):
         *args: The arguments of `GatedMLP`.
         engine: `masked` computes all and multiplies. `blocks` multiplies each block with the
             samples that open it. `rows` reads only the weights of open units, one sample after the
-            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them with
-            the rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
+            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them with the
+            rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
             that is fastest for the batch at hand, by measuring; engines round differently, so a
             training that must be repeatable bit by bit names one.
         **options: The arguments of `GatedMLP`.
@@ -71,7 +71,7 @@ class BlockGatedMLP(GatedMLP):
 
         Values and shapes stay; a product over some units then reads memory from end to end.
         """
-        layers = self._layers()
+        layers = self.layers()
         for reader in [layer.linear for layer in layers[1:]] + [self.output]:
             reader.weight.data = reader.weight.t().contiguous().t()
         return self
@@ -97,7 +97,7 @@ class BlockGatedMLP(GatedMLP):
         if self.input_gate is not None:
             h = self.input_gate(h).to(h.dtype) * h
         h = self.input_norm(h)
-        layers = self._layers()
+        layers = self.layers()
         product: Tensor | None = None  # of the layer at hand, where the one before has computed it
         for index, layer in enumerate(layers):
             after = layers[index + 1] if index + 1 < len(layers) else None

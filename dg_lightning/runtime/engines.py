@@ -131,7 +131,7 @@ class _SumRows(torch.autograd.Function):
         return F.embedding_bag(row_of_pair, packed, starts, mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (sample,) = ctx.saved_tensors
         return gradient.index_select(0, sample), None, None, None
 
@@ -162,5 +162,9 @@ def _runs(is_open: list[bool]) -> list[tuple[int, int]]:
     >>> _runs([True, True, False, True])
     [(0, 2), (3, 4)]
     """
-    edges = [i for i, (a, b) in enumerate(zip([False, *is_open], [*is_open, False])) if a != b]
+    edges = [
+        i
+        for i, (a, b) in enumerate(zip([False, *is_open], [*is_open, False], strict=True))
+        if a != b
+    ]
     return list(zip(edges[::2], edges[1::2], strict=True))

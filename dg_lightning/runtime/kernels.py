@@ -9,8 +9,6 @@ which is how they are tested without a GPU.
 import triton
 import triton.language as tl
 
-# Parameters of a kernel can only be annotated as constants, so ruff is told to look away.
-
 
 @triton.jit
 def decide(
@@ -208,11 +206,8 @@ def product(
         column = within // height
         block = tl.sum((end <= tile * ROWS).to(tl.int32), 0)
         r = tile * ROWS + tl.arange(0, ROWS)
-        if GATHERS:
-            # A row of padding takes some sample: nobody reads what becomes of it.
-            source = tl.maximum(tl.load(sample + r), 0)
-        else:
-            source = r
+        # A row of padding takes some sample: nobody reads what becomes of it.
+        source = tl.maximum(tl.load(sample + r), 0) if GATHERS else r
         n = column * COLUMNS + tl.arange(0, COLUMNS)
         k = tl.arange(0, DEPTH)
         inputs = x + source[:, None].to(tl.int64) * x_stride + k[None, :]
@@ -344,6 +339,4 @@ def sum_of_samples(
         row = tl.load(position + sample * BLOCKS + b)
         if row >= 0:
             total += tl.load(packed + row.to(tl.int64) * width + n, mask=n < width).to(WIDE)
-    tl.store(
-        out + sample.to(tl.int64) * width + n, total.to(out.dtype.element_ty), mask=n < width
-    )
+    tl.store(out + sample.to(tl.int64) * width + n, total.to(out.dtype.element_ty), mask=n < width)

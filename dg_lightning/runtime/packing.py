@@ -1,6 +1,7 @@
-"""Open (sample, block) pairs as packed rows, and what can be done with them: launches of kernels."""
+"""Open (sample, block) pairs as packed rows, and the kernels that work on them."""
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -122,7 +123,9 @@ class Packing:
         depth = min(depth, _power_of_2(inner, 16))
         stages = min(stages, max(inner // depth - 1, 2))  # no deeper than the product
         even = inner % depth == 0 and width % columns == 0
-        handed, by_rows = _described(weight, columns, depth) if describes and even else (None, False)
+        handed, by_rows = (
+            _described(weight, columns, depth) if describes and even else (None, False)
+        )
         out = x.new_empty(self.rows, width)
         jobs = self.rows // _ROWS * triton.cdiv(width, columns)
         kernels.product[(min(jobs, _processors(x.device)),)](
@@ -177,8 +180,7 @@ class Packing:
             out: Tensor = grouped_mm(left.t(), right, offs=self.ends)
             return out
         starts = [0, *self.ends.tolist()]
-        parts = zip(starts, starts[1:], strict=False)
-        return torch.stack([left[a:b].t() @ right[a:b] for a, b in parts])
+        return torch.stack([left[a:b].t() @ right[a:b] for a, b in pairwise(starts)])
 
     def sum_of_blocks(self, packed: Tensor) -> Tensor:
         """Return the sum of each block's rows, ``(blocks, width)``; padding must be 0."""
@@ -256,7 +258,7 @@ def _tile_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, int, int
     """Choose sizes that the device has memory for: columns, depth, warps, stages, descriptors."""
     if dtype.itemsize > 2 or device.type != "cuda":
         return 64, 32, 4, 2, False
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     memory = properties.shared_memory_per_block_optin
     for columns, warps in ((256, 8), (128, 4)):
         stages = min(memory // ((_ROWS + columns) * 64 * dtype.itemsize), 4)
@@ -278,7 +280,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _power_of_2(size: int, least: int) -> int:
-    return max(triton.next_power_of_2(size), least)
+    return max(int(triton.next_power_of_2(size)), least)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

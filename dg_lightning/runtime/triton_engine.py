@@ -12,9 +12,7 @@ from dg_lightning.runtime.packing import Packing
 __all__ = ["by_kernels", "decided_by_kernel"]
 
 
-def by_kernels(
-    x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None
-) -> Tensor:
+def by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
     """Compute the open blocks by our own kernels."""
     x = x.contiguous()
     name = activation_name(net.activation)
@@ -80,7 +78,8 @@ def _forward(
 
 def _by_block(second: Tensor, block: int) -> Tensor:
     """Return the second weights as ``(blocks, outputs, units)``."""
-    return second.unflatten(1, (-1, block)).transpose(0, 1)
+    by_block: Tensor = second.unflatten(1, (-1, block)).transpose(0, 1)
+    return by_block
 
 
 class _GatedFeedForward(torch.autograd.Function):
@@ -106,7 +105,7 @@ class _GatedFeedForward(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, first, second, raw, hidden = ctx.saved_tensors
         packing: Packing = ctx.packing
         of_x = of_gate = of_first = of_first_bias = of_second = of_second_bias = None

@@ -1,0 +1,142 @@
+"""How much faster a net is that runs only the blocks its samples open, against the dense net.
+
+    python benchmarks/block_gated.py
+    python benchmarks/block_gated.py --device cuda
+
+A feed-forward d-H-d with a linear gate that opens a quarter of the blocks, other ones for each
+sample. The gate's decision and all routing are counted. Dense is two linear layers with a ReLU
+between them, without any gate. All is measured in turns, and medians are compared.
+
+On a CPU in float32. On a GPU in bfloat16: `graph` is the net recorded as a CUDA graph on a fixed
+input tensor (`BlockGatedMLP.record`), and dense the faster one of eager and recorded. A training
+step is forward and backward of inputs and all parameters.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dg_lightning import GatedMLP
+from dg_lightning.runtime import BlockGatedMLP
+from dg_lightning.runtime.bench import random_net
+from dg_lightning.runtime.timing import median_seconds
+
+OPEN = 0.25
+
+
+class Case(NamedTuple):
+    """A net, a batch, and what must be reached."""
+
+    batch: int
+    width: int
+    hidden: int
+    block: int
+    least: float | None  # times as fast as dense, forward
+    least_training: float | None = None
+
+
+CPU = [
+    Case(2048, 1024, 4096, 256, 3.2),
+    Case(256, 1024, 4096, 256, 2.4),
+    Case(1, 2048, 8192, 64, 2.0),
+]
+CUDA = [
+    Case(8192, 4096, 16384, 256, 1.8),
+    Case(8192, 4096, 16384, 512, 2.3),
+    Case(8192, 4096, 16384, 1024, 2.9, 2.4),
+    Case(32768, 1024, 4096, 256, None),
+    Case(32768, 1024, 4096, 512, 2.0, None),
+    Case(32768, 1024, 4096, 1024, 2.0, None),
+    Case(8192, 1024, 4096, 256, 1.0),
+    Case(8192, 1024, 4096, 512, 1.0),
+]
+
+
+def recorded(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    """Record a net without gates as a CUDA graph."""
+    for _ in range(3):
+        run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(x)
+    return graph.replay
+
+
+@torch.no_grad()
+def forward_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
+    fast = BlockGatedMLP.of(net)
+    if not x.is_cuda:
+        fast.lay_out_by_unit()
+    runs: dict[str, Callable[[], object]] = {
+        "dense": lambda: dense(x),
+        "masked": lambda: net(x),
+        "ours": lambda: fast(x),
+    }
+    if x.is_cuda:
+        triton = BlockGatedMLP.of(net, "triton")
+        runs |= {"dense graph": recorded(dense, x), "graph": triton.record(x)}
+    return median_seconds(runs, x.device, rounds)
+
+
+def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
+    fast = BlockGatedMLP.of(net).lay_out_by_unit()
+    x = x.detach().requires_grad_()
+    gradient = torch.randn_like(x)
+
+    def step(run: nn.Module) -> Callable[[], None]:
+        def go() -> None:
+            x.grad = None
+            run.zero_grad(set_to_none=True)
+            run(x).backward(gradient)
+
+        return go
+
+    runs = {"dense": step(dense), "masked": step(net), "ours": step(fast)}
+    return median_seconds(runs, x.device, rounds)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    table = Table(title=f"{OPEN:.0%} of the blocks open, {str(dtype).removeprefix('torch.')}")
+    columns = ["batch", "d", "H", "block", "dense ms", "masked", "ours", "graph", "bar"]
+    for column in ["what", *columns]:
+        table.add_column(column, justify="right")
+    for case in CPU if device.type == "cpu" else CUDA:
+        net = random_net(
+            [case.width, case.hidden, case.width],
+            OPEN,
+            dynamic=True,
+            block_size=case.block,
+            device=device,
+            dtype=dtype,
+        )
+        layer: Any = net.hidden[0]
+        dense = nn.Sequential(layer.linear, nn.ReLU(), net.output)
+        x = torch.randn(case.batch, case.width, device=device, dtype=dtype)
+        measured = {"forward": forward_times(net, dense, x, arguments.rounds)}
+        measured["training"] = training_times(net, dense, x, max(arguments.rounds // 2, 3))
+        for what, taken in measured.items():
+            best = min(taken["dense"], taken.get("dense graph", float("inf")))
+            bar = case.least if what == "forward" else case.least_training
+            cells = [f"{best / taken[way]:.2f}" if way in taken else "" for way in columns[5:8]]
+            sizes = [f"{size:,}" for size in case[:4]]
+            shown = "" if bar is None else f">= {bar}"
+            table.add_row(what, *sizes, f"{best * 1e3:.3f}", *cells, shown)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How much of the saved MACs of static gates is real, and how fast exported studies are.
+
+    python benchmarks/compaction.py
+    python benchmarks/compaction.py runs/mnist runs/pbmc3k
+
+Without arguments: 2048-8192-2048 on a CPU with a quarter of its hidden units open, compact against
+dense. With folders: every checkpoint `last.ckpt` below them, exported as safetensors, loaded again,
+and timed against the net of its dataset's folder `baseline` (or itself without its gates), on the
+data that its config names where that is there. All is measured in turns, and medians are compared.
+"""
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from dg_lightning.cli.deploy import inputs_of, net_of
+from dg_lightning.layers import GatedMLP
+from dg_lightning.runtime import compact, export, fastest_compact
+from dg_lightning.runtime.bench import predicted_speed_up, random_net
+from dg_lightning.runtime.choice import without_gates
+from dg_lightning.runtime.timing import median_seconds
+
+LEAST = 0.9  # of the predicted speed-up
+BATCHES = (1, 32, 1024)
+
+
+def wide(rounds: int) -> Table:
+    """Measure the wide net."""
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    net = random_net(
+        [2048, 8192, 2048], 0.25, dynamic=False, block_size=1, device=cpu, dtype=torch.float32
+    )
+    dense = nn.Sequential(net.hidden[0].linear, nn.ReLU(), net.output)  # type: ignore[arg-type]
+    small = compact(net).net
+    table = Table(title="2048-8192-2048, 25% of the hidden units open, CPU")
+    for column in ("batch", "dense ms", "compact ms", "speed-up", "predicted", "realised", "bar"):
+        table.add_column(column, justify="right")
+    for batch in (1, 256):
+        x = torch.randn(batch, 2048)
+        with torch.inference_mode():
+            runs = {"dense": partial(dense, x), "compact": partial(small, x)}
+            taken = median_seconds(runs, cpu, rounds)
+        gain, expected = taken["dense"] / taken["compact"], predicted_speed_up(net, x)
+        cells = [f"{taken[way] * 1e3:.3f}" for way in ("dense", "compact")]
+        shown = f"{gain / expected:.0%}"
+        table.add_row(
+            str(batch), *cells, f"{gain:.2f}", f"{expected:.2f}", shown, f">= {LEAST:.0%}"
+        )
+    return table
+
+
+def studies(folders: list[Path], rounds: int) -> Table:
+    """Measure checkpoints of trained nets."""
+    table = Table(title="Exported nets against their dense baselines, CPU")
+    for column in ("net", "predicted", *(f"batch {batch}" for batch in BATCHES)):
+        table.add_column(column, justify="left" if column == "net" else "right")
+    paths = sorted(path for folder in folders for path in folder.rglob("last.ckpt"))
+    for path in paths:
+        variant, dataset = path.parents[2].name, path.parents[3].name
+        net = net_of(str(path))
+        baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
+        dense: GatedMLP = net_of(str(baseline[-1])) if baseline else without_gates(net)
+        plain_dense = fastest_compact(dense, BATCHES).net
+        with tempfile.TemporaryDirectory() as folder:
+            ours = export(
+                net, fastest_compact(net, BATCHES), "safetensors", Path(folder, "net")
+            ).run
+        inputs = inputs_of(str(path), max(BATCHES))
+        cells = []
+        for batch in BATCHES:
+            x = inputs[:batch].contiguous()
+            with torch.inference_mode():
+                runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
+                taken = median_seconds(runs, x.device, rounds)
+            cells.append(f"{taken['dense'] / taken['ours']:.2f}")
+        table.add_row(f"{dataset}/{variant}", f"{predicted_speed_up(net, inputs):.2f}", *cells)
+    return table
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--rounds", type=int, default=25)
+    arguments = parser.parse_args()
+    given = arguments.folders
+    table = studies(given, arguments.rounds) if given else wide(arguments.rounds)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Which compact net is the fastest, and which units are hardly ever open."""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dg_lightning.layers import GatedMLP
+from dg_lightning.runtime.compaction import Compact, compact
+from dg_lightning.runtime.timing import median_seconds
+
+__all__ = ["fastest_compact", "usage_of", "without_gates"]
+
+_WHOLE = 2**31  # rounds every width up to all of it
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "as small as can be": {},
+    "widths rounded to 16": {"multiple": 16},
+    "all inputs read": {"selects_inputs": False},
+    "all inputs read, widths rounded to 16": {"selects_inputs": False, "multiple": 16},
+    "no unit removed: faster here": {"selects_inputs": False, "multiple": _WHOLE},
+}
+
+
+def fastest_compact(
+    net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
+) -> Compact:
+    """Return the compact net that is fastest here, by measuring, over some batch sizes alike.
+
+    Args:
+        net: The net.
+        batch_sizes: What it will be used with.
+        **options: Further arguments of `compact`.
+    """
+    made: dict[str, Compact] = {}
+    for name, variant in _VARIANTS.items():
+        candidate = compact(net, **options, **variant)
+        if all(candidate.steps != other.steps for other in made.values()):
+            made[name] = candidate
+    if len(made) == 1:
+        return next(iter(made.values()))
+    like = net.output.weight
+    scores = dict.fromkeys(made, 0.0)
+    for size in batch_sizes:
+        x = torch.randn(size, net.in_features, device=like.device, dtype=like.dtype)
+        with torch.inference_mode():
+            runs = {name: partial(candidate.net, x) for name, candidate in made.items()}
+            for name, seconds in median_seconds(runs, like.device, rounds=7).items():
+                scores[name] += math.log(seconds)
+    best = min(scores, key=lambda name: scores[name])
+    made[best].notes.append(f"Fastest of {len(made)} ways to write it down: {best}.")
+    return made[best]
+
+
+def without_gates(net: GatedMLP) -> GatedMLP:
+    """Return a copy of a net with all its gates taken out: the dense one to compare with."""
+    dense = copy.deepcopy(net)
+    dense.input_gate = None
+    for layer in dense.layers():
+        layer.gate = None
+    return dense.eval()
+
+
+@torch.no_grad()
+def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Measure how often each block of the gates that depend on the input is open.
+
+    Args:
+        net: The net.
+        batches: Inputs.
+
+    Returns:
+        By the name of the hidden layer, a fraction for each block.
+    """
+    training, samples = net.training, 0
+    net.eval()
+    layers = {f"hidden.{i}": layer for i, layer in enumerate(net.layers())}
+    gates = {n: layer.gate for n, layer in layers.items() if layer.gate is not None}
+    gates = {name: gate for name, gate in gates.items() if gate.input_dependent}
+    opened: dict[str, Tensor] = {}
+    for x in batches:
+        net(x)
+        samples += len(x)
+        for name, gate in gates.items():
+            assert gate.gate is not None
+            count = gate.gate.count_nonzero(0)
+            opened[name] = opened[name] + count if name in opened else count
+    net.train(training)
+    if gates and not samples:
+        raise ValueError("Usage is measured on data, and there was none: give some batches.")
+    return {name: count / samples for name, count in opened.items()}
