@@ -32,8 +32,8 @@ class BlockGatedMLP(GatedMLP):
         *args: The arguments of `GatedMLP`.
         engine: `masked` computes all and multiplies. `blocks` multiplies each block with the
             samples that open it. `rows` reads only the weights of open units, one sample after the
-            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them with the
-            rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
+            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them and
+            the rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
             that is fastest for the batch at hand, by measuring; engines round differently, so a
             training that must be repeatable bit by bit names one.
         **options: The arguments of `GatedMLP`.

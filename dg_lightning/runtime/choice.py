@@ -85,8 +85,8 @@ def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
         net(x)
         samples += len(x)
         for name, gate in gates.items():
-            assert gate.gate is not None
-            count = gate.gate.count_nonzero(0)
+            assert isinstance(gate.gate, Tensor)
+            count = torch.count_nonzero(gate.gate, 0)
             opened[name] = opened[name] + count if name in opened else count
     net.train(training)
     if gates and not samples:

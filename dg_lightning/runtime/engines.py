@@ -7,6 +7,7 @@ that a sample closes is not computed, so its gate learns nothing from that sampl
 mixture of experts), while `masked` computes it and lets its gate learn.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +59,6 @@ class FeedForward:
         )
         return FeedForward(first, self.activation, second, self.block_size)
 
-    def units(self, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return what belongs to some blocks: weight and bias before, weight behind."""
-        units = slice(start * self.block_size, stop * self.block_size)
-        weight, bias = self.first
-        return weight[units], None if bias is None else bias[units], self.second[0][:, units]
-
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Compute every block, and multiply by the gate: the reference."""
@@ -74,66 +69,125 @@ def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Multiply each block with the samples that open it, one block after the other."""
-    is_open = gate.detach() != 0
-    by_block = is_open.t()
-    sample = by_block.nonzero()[:, 1]
+    if not torch.is_grad_enabled():
+        return _without_gradients(x, gate, net)
+    arguments = x, gate, *net.first, *net.second, net.block_size, net.activation
+    out: Tensor = _ByBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    (first, first_bias), (second, second_bias), block = net.first, net.second, net.block_size
+    is_open = gate != 0
+    sample = is_open.t().nonzero()[:, 1]
     counts = is_open.sum(0).tolist()
-    parts = sample.split(counts)
-    if torch.is_grad_enabled():
-        packed = torch.cat([_block(x, gate, net, b, rows) for b, rows in enumerate(parts)])
+    inputs = _room("inputs", x, len(sample), x.shape[1])
+    hidden = _room("hidden", x, len(sample), block)
+    packed = _room("packed", x, len(sample), len(second))
+    rows = torch.index_select(x, 0, sample, out=inputs).split(counts)
+    maps = zip(rows, first.split(block), hidden.split(counts), strict=True)
+    for index, (part, weight, out) in enumerate(maps):
+        if first_bias is None:
+            torch.mm(part, weight.t(), out=out)
+        else:
+            torch.addmm(first_bias.narrow(0, index * block, block), part, weight.t(), out=out)
+    hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
+    maps = zip(hidden.split(counts), second.split(block, 1), packed.split(counts), strict=True)
+    for part, weight, out in maps:
+        torch.mm(part, weight.t(), out=out)
+    if second_bias is None:
+        total = x.new_zeros(len(x), len(second))
     else:
-        packed = _blocks_in_place(x, net, parts)
-    # The rows of `packed` that belong to a sample, sample by sample.
-    row_of_pair = (by_block.flatten().cumsum(0) - 1).view_as(by_block).t()[is_open]
-    ends = is_open.sum(1).cumsum(0)
-    total: Tensor = _SumRows.apply(packed, row_of_pair, ends, sample)  # type: ignore[no-untyped-call]
-    bias = net.second[1]
-    return total if bias is None else total + bias
+        total = second_bias.repeat(len(x), 1)
+    return total.index_add_(0, sample, packed)
 
 
-def _block(x: Tensor, gate: Tensor, net: FeedForward, block: int, rows: Tensor) -> Tensor:
-    """Return what a block adds to the outputs of the samples that open it."""
-    first, bias, second = net.units(block, block + 1)
-    # With all samples there is nothing to select.
-    inputs = x if len(rows) == len(x) else x.index_select(0, rows)
-    hidden = net.activation(F.linear(inputs, first, bias))
-    if gate.requires_grad:
-        hidden = hidden * gate[rows, block].to(hidden.dtype).unsqueeze(-1)
-    return F.linear(hidden, second)
+_MOST_ROOM = 2**28  # bytes of a tensor that is kept
+_rooms = threading.local()
 
 
-def _blocks_in_place(x: Tensor, net: FeedForward, parts: tuple[Tensor, ...]) -> Tensor:
-    """Do the same for all blocks without gradients, and without a copy of each."""
-    packed = x.new_empty(sum(map(len, parts)), len(net.second[0]))
-    start = 0
-    for block, rows in enumerate(parts):
-        if not len(rows):
-            continue
-        first, bias, second = net.units(block, block + 1)
-        inputs = x if len(rows) == len(x) else x.index_select(0, rows)
-        hidden = net.activation(F.linear(inputs, first, bias))
-        torch.mm(hidden, second.t(), out=packed[start : start + len(rows)])
-        start += len(rows)
-    return packed
+def _room(name: str, like: Tensor, rows: int, width: int) -> Tensor:
+    """Return a tensor for the moment, whose memory is kept for the next time on a CPU.
+
+    There, memory that is given back and taken again is filled with zeros by the system first, which
+    takes as long as a good part of the products.
+    """
+    size = rows * width
+    if like.device.type != "cpu" or size * like.element_size() > _MOST_ROOM:
+        return like.new_empty(rows, width)
+    kept: dict[Any, Tensor] = vars(_rooms).setdefault("kept", {})
+    key = (name, like.dtype, torch.is_inference_mode_enabled())
+    if key not in kept or len(kept[key]) < size:
+        kept[key] = like.new_empty(size)
+    return kept[key][:size].view(rows, width)
 
 
-class _SumRows(torch.autograd.Function):
-    """Sums of some rows each; in reverse, every row takes the gradient of its sum."""
+class _ByBlocks(torch.autograd.Function):
+    """By hand: autograd would fill a gradient of the full size for every block."""
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, row_of_pair: Tensor, ends: Tensor, sample: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        first: Tensor,
+        first_bias: Tensor | None,
+        second: Tensor,
+        second_bias: Tensor | None,
+        block: int,
+        activation: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(sample)
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        if not len(row_of_pair):
-            return packed.new_zeros(len(ends), packed.shape[1])
-        return F.embedding_bag(row_of_pair, packed, starts, mode="sum")
+        is_open = gate != 0
+        parts = is_open.t().nonzero()[:, 1].split(is_open.sum(0).tolist())
+        out = x.new_zeros(len(x), len(second))
+        if second_bias is not None:
+            out += second_bias
+        saved: list[Tensor] = []
+        firsts, seconds = first.split(block), second.split(block, 1)
+        biases = [None] * len(parts) if first_bias is None else first_bias.split(block)
+        for rows, weight, bias, reader in zip(parts, firsts, biases, seconds, strict=True):
+            raw = F.linear(_taken(x, rows), weight, bias)
+            hidden = activation(raw)
+            out.index_add_(0, rows, F.linear(hidden, reader))
+            saved += [rows, raw, hidden]
+        ctx.save_for_backward(x, gate, first, second, *saved)
+        ctx.block, ctx.activation = block, activation
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (sample,) = ctx.saved_tensors
-        return gradient.index_select(0, sample), None, None, None
+        x, gate, first, second, *saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        kept = (x, gate, first, x.new_empty(len(first)), second)
+        of_x, of_gate, of_first, of_first_bias, of_second = (
+            torch.zeros_like(t) if want else None for t, want in zip(kept, wanted, strict=False)
+        )
+        for index in range(len(saved) // 3):
+            rows, raw, hidden = saved[3 * index : 3 * index + 3]
+            units = slice(index * ctx.block, (index + 1) * ctx.block)
+            of_out = _taken(gradient, rows)
+            of_hidden = of_out @ second[:, units]
+            if of_second is not None:
+                of_second[:, units] = of_out.t() @ hidden
+            if of_gate is not None:
+                # A hard gate is a factor of 1; the loss would change by its block's own part.
+                of_gate[rows, index] = (of_hidden * hidden).sum(-1).to(gate.dtype)
+            with torch.enable_grad():
+                raw = raw.detach().requires_grad_()
+                (of_raw,) = torch.autograd.grad(ctx.activation(raw), raw, of_hidden)
+            if of_first is not None:
+                of_first[units] = of_raw.t() @ _taken(x, rows)
+            if of_first_bias is not None:
+                of_first_bias[units] = of_raw.sum(0)
+            if of_x is not None:
+                of_x.index_add_(0, rows, of_raw @ first[units])
+        of_second_bias = gradient.sum(0) if wanted[5] else None
+        return of_x, of_gate, of_first, of_first_bias, of_second, of_second_bias, None, None
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """Select rows; with all of them there is nothing to select."""
+    return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
 @torch.no_grad()
@@ -142,17 +196,22 @@ def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
     Neighbouring open blocks are one product. Without gradients.
     """
-    weight, bias = net.second
-    out = x.new_zeros(len(x), len(weight))
-    if bias is not None:
-        out += bias
-    for sample, row, blocks in zip(x, out, (gate != 0).tolist(), strict=True):
-        for start, stop in _runs(blocks):
-            first, first_bias, second = net.units(start, stop)
-            hidden = torch.mv(first, sample)
-            if first_bias is not None:
-                hidden += first_bias
-            row.addmv_(second, net.activation(hidden))
+    (first, first_bias), (second, second_bias) = net.first, net.second
+    size = net.block_size
+    out = x.new_zeros(len(x), len(second))
+    hidden = x.new_zeros(len(x), len(first))
+    if first_bias is not None:
+        hidden += first_bias
+    if second_bias is not None:
+        out += second_bias
+    runs = [[(size * a, size * (b - a)) for a, b in _runs(row)] for row in (gate != 0).tolist()]
+    for sample, units, parts in zip(x, hidden, runs, strict=True):
+        for start, count in parts:
+            units.narrow(0, start, count).addmv_(first.narrow(0, start, count), sample)
+    hidden = net.activation(hidden)
+    for units, row, parts in zip(hidden, out, runs, strict=True):
+        for start, count in parts:
+            row.addmv_(second.narrow(1, start, count), units.narrow(0, start, count))
     return out
 
 

@@ -53,11 +53,11 @@ def peak_bytes(run: Callable[[], Tensor], device: torch.device) -> int:
     """Return how much memory a call takes beside what was there before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = int(torch.cuda.memory_allocated(device))
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device)) - before
+        return int(torch.cuda.max_memory_allocated(device) - before)
     with _Allocations() as allocations:
         run()
     return allocations.peak
