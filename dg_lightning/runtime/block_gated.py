@@ -29,14 +29,16 @@ class BlockGatedMLP(GatedMLP):
     need the hidden units itself; every other layer runs as in a `GatedMLP`.
 
     Args:
-        *args: The arguments of `GatedMLP`.
+        in_features: Number of inputs.
+        hidden: Width of each hidden layer.
+        num_classes: Number of outputs.
         engine: `masked` computes all and multiplies. `blocks` multiplies each block with the
             samples that open it. `rows` reads only the weights of open units, one sample after the
             other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them and
             the rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
             that is fastest for the batch at hand, by measuring; engines round differently, so a
             training that must be repeatable bit by bit names one.
-        **options: The arguments of `GatedMLP`.
+        **options: The other arguments of `GatedMLP`.
 
     >>> gate = {"kind": "dynamic", "block_size": 16}
     >>> mlp = BlockGatedMLP(64, [128], 10, gate=gate, engine="blocks")
@@ -44,8 +46,16 @@ class BlockGatedMLP(GatedMLP):
     torch.Size([5, 10])
     """
 
-    def __init__(self, *args: Any, engine: Engine = "auto", **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        in_features: int,
+        hidden: list[int],
+        num_classes: int,
+        *,
+        engine: Engine = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, hidden, num_classes, **options)
         self._set_engine(engine)
 
     def _set_engine(self, engine: Engine) -> None:

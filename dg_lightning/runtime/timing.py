@@ -15,7 +15,7 @@ from typing_extensions import override
 
 __all__ = ["median_seconds", "peak_bytes"]
 
-_LEAST = 2e-3  # seconds of a measurement: calls are repeated until it is so long
+_LEAST = 0.01  # seconds of a measurement: calls are repeated until it is so long
 
 
 def median_seconds(
@@ -53,12 +53,13 @@ def peak_bytes(run: Callable[[], Tensor], device: torch.device) -> int:
     """Return how much memory a call takes beside what was there before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        before = int(torch.cuda.memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
         run()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    with _Allocations() as allocations:
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    allocations = _Allocations()
+    with allocations:
         run()
     return allocations.peak
 

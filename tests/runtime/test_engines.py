@@ -1,0 +1,118 @@
+import pytest
+import torch
+from gated_nets import feed_forward, random_gate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dg_lightning.runtime.engines import FeedForward, _runs, by_blocks, by_open_rows, masked
+
+ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
+
+
+def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """One sample and one block at a time, by the formula."""
+    (first, first_bias), (second, second_bias) = net.first, net.second
+    out = torch.zeros(len(x), len(second), dtype=x.dtype)
+    for sample in range(len(x)):
+        for block in range(gate.shape[1]):
+            if gate[sample, block]:
+                units = slice(block * net.block_size, (block + 1) * net.block_size)
+                z = first[units] @ x[sample]
+                if first_bias is not None:
+                    z = z + first_bias[units]
+                out[sample] += second[:, units] @ net.activation(z)
+    return out if second_bias is None else out + second_bias
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(1, 20),
+    inputs=st.integers(1, 12),
+    blocks=st.integers(1, 5),
+    block=st.integers(1, 6),
+    rate=st.sampled_from([0.0, 0.3, 1.0]),
+    activation=st.sampled_from(ACTIVATIONS),
+    bias=st.booleans(),
+    by_unit=st.booleans(),
+)
+@pytest.mark.parametrize("engine", [masked, by_blocks, by_open_rows])
+def test_every_engine_computes_the_formula(
+    engine, samples, inputs, blocks, block, rate, activation, bias, by_unit
+):
+    net = feed_forward(inputs, blocks, block, 3, activation, bias=bias)
+    if by_unit:
+        second = net.second[0].detach().t().contiguous().t()
+        net = FeedForward(net.first, activation, (second, net.second[1]), block)
+    x, gate = torch.randn(samples, inputs, dtype=torch.float64), random_gate(samples, blocks, rate)
+    with torch.no_grad():
+        expected = reference(x, gate, net)
+        torch.testing.assert_close(engine(x, gate, net), expected)
+        torch.testing.assert_close(engine(x, gate, net), expected)  # memory that is used again
+    if engine is not by_open_rows:
+        torch.testing.assert_close(engine(x, gate, net), expected)  # with gradients
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_gradients_by_blocks_are_those_of_finite_differences(activation, rate):
+    net = feed_forward(4, 4, 3, 5, activation)
+    gate = random_gate(6, 4, rate)
+
+    def run(x, first, first_bias, second, second_bias):
+        own = FeedForward((first, first_bias), activation, (second, second_bias), 3)
+        return by_blocks(x, gate, own)
+
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (x, *net.tensors))
+
+
+def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing():
+    net = feed_forward(4, 4, 3, 5, nn.GELU())
+    gate = random_gate(6, 4, 0.5).requires_grad_()
+    x, weights = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    (expected,) = torch.autograd.grad((masked(x, gate, net) * weights).sum(), gate)
+    (found,) = torch.autograd.grad((by_blocks(x, gate, net) * weights).sum(), gate)
+    torch.testing.assert_close(found, expected * gate.detach())
+    assert found[gate == 0].eq(0).all()
+    assert expected[gate == 0].ne(0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", [by_blocks, by_open_rows])
+def test_engines_work_in_every_precision(engine, dtype):
+    net = feed_forward(16, 4, 8, 6, nn.ReLU(), dtype)
+    x, gate = torch.randn(9, 16, dtype=dtype), random_gate(9, 4, 0.5, torch.float32)
+    with torch.no_grad():
+        expected = masked(x, gate, net)
+        torch.testing.assert_close(engine(x, gate, net), expected, atol=0.03, rtol=0.03)
+
+
+def test_only_open_weights_are_read_for_one_sample():
+    net = feed_forward(5, 4, 2, 3, nn.ReLU())
+    gate = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    x = torch.randn(1, 5, dtype=torch.float64)
+    with torch.no_grad():
+        expected = masked(x, gate, net)
+        net.first[0][2:6] = torch.nan  # would show
+        net.second[0][:, 2:6] = torch.nan
+        torch.testing.assert_close(by_open_rows(x, gate, net), expected)
+        torch.testing.assert_close(by_blocks(x, gate, net), expected)
+
+
+def test_runs_join_neighbours():
+    assert _runs([True, True, False, True]) == [(0, 2), (3, 4)]
+    assert _runs([False, False]) == []
+    assert _runs([True]) == [(0, 1)]
+
+
+def test_no_gradient_of_what_needs_none():
+    net = feed_forward(4, 2, 3, 5, nn.ReLU())
+    frozen = FeedForward(
+        (net.first[0].detach(), None), nn.ReLU(), (net.second[0], net.second[1]), 3
+    )
+    by_blocks(
+        torch.randn(6, 4, dtype=torch.float64), random_gate(6, 2, 0.5), frozen
+    ).sum().backward()
+    assert net.first[0].grad is None
+    assert net.second[0].grad is not None

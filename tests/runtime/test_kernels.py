@@ -1,0 +1,154 @@
+"""Triton kernels against plain torch: on a GPU, or interpreted on a CPU in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gated_nets import feed_forward, random_gate
+from torch import nn
+
+from dg_lightning.gates import DynamicGate
+from dg_lightning.runtime.engines import FeedForward, masked
+
+triton = pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs CUDA")
+DTYPES = [torch.float64] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_numbers(tensor, scope):
+        """Let loops have bounds that are computed: new versions of numpy refuse the interpreter's."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = with_numbers
+
+
+def close(found, expected, dtype):
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(dtype, 1e-9)
+    scale = expected.abs().max().clamp(min=1e-3).item()
+    torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="they run by themselves here")
+def test_kernels_are_right_when_they_are_interpreted():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1].replace("1 skipped", "")
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("samples", "inputs", "blocks", "block", "outputs", "rate", "bias"),
+    [
+        (50, 20, 4, 6, 10, 0.3, True),
+        (3, 40, 3, 16, 5, 0.0, False),
+        (140, 33, 4, 32, 70, 0.6, True),
+        (7, 64, 1, 32, 64, 1.0, True),
+        (201, 64, 2, 64, 64, 0.0, True),  # nobody opens anything
+    ],
+)
+def test_values_and_gradients(samples, inputs, blocks, block, outputs, rate, bias, dtype):
+    from dg_lightning.runtime.triton_engine import by_kernels
+
+    # The interpreter takes its time: there, one activation a case.
+    chosen = [ACTIVATIONS[samples % 4]] if INTERPRETED else ACTIVATIONS
+    for seed, activation in enumerate(chosen):
+        torch.manual_seed(seed)
+        net = feed_forward(inputs, blocks, block, outputs, activation, dtype, bias, DEVICE)
+        x = torch.randn(samples, inputs, dtype=dtype, device=DEVICE, requires_grad=True)
+        kind = torch.promote_types(dtype, torch.float32)
+        gate = random_gate(samples, blocks, rate, kind).to(DEVICE).requires_grad_()
+        weights = torch.randn(samples, outputs, dtype=dtype, device=DEVICE)
+        wanted = [x, gate, *net.tensors]
+        expected, found = masked(x, gate, net), by_kernels(x, gate, net)
+        close(found, expected, dtype)
+        with torch.no_grad():
+            close(by_kernels(x, gate, net), expected, dtype)
+        of_masked = torch.autograd.grad((expected * weights).sum(), wanted)
+        of_kernels = torch.autograd.grad((found * weights).sum(), wanted)
+        for index, (own, other) in enumerate(zip(of_kernels, of_masked, strict=True)):
+            assert own.isfinite().all()
+            # Closed gates learn nothing here.
+            close(own, other * gate.detach() if index == 1 else other, dtype)
+
+
+@here
+def test_weights_by_unit_have_the_same_gradients():
+    from dg_lightning.runtime.triton_engine import by_kernels
+
+    dtype = DTYPES[0]
+    net = feed_forward(24, 3, 16, 20, nn.ReLU(), dtype, device=DEVICE)
+    second = net.second[0].detach().t().contiguous().t().requires_grad_()
+    by_unit = FeedForward(net.first, net.activation, (second, net.second[1]), 16)
+    x = torch.randn(40, 24, dtype=dtype, device=DEVICE)
+    gate = random_gate(40, 3, 0.5, torch.float32).to(DEVICE)
+    by_kernels(x, gate, net).square().sum().backward()
+    by_kernels(x, gate, by_unit).square().sum().backward()
+    assert second.grad is not None
+    assert net.second[0].grad is not None
+    close(second.grad, net.second[0].grad, dtype)
+
+
+@here
+def test_packing_places_every_pair_once():
+    from dg_lightning.runtime.packing import _ROWS, Packing
+
+    gate = random_gate(333, 5, 0.4, torch.float32).to(DEVICE)
+    packing = Packing(gate)
+    ends = packing.ends.tolist()
+    assert all(end % _ROWS == 0 for end in ends)
+    rows = packing.position[gate != 0].tolist()
+    assert len(set(rows)) == len(rows) == int(gate.sum())
+    assert packing.position[gate == 0].eq(-1).all()
+    samples, blocks = gate.nonzero(as_tuple=True)
+    for row, sample, block in zip(rows, samples.tolist(), blocks.tolist(), strict=True):
+        assert int(packing.sample[row]) == sample
+        assert ([0, *ends][block] <= row) and (row < ends[block])
+    padding = set(range(ends[-1])) - set(rows)
+    assert all(int(packing.sample[row]) == -1 for row in padding)
+
+
+@here
+@pytest.mark.parametrize(
+    "dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+)
+def test_one_kernel_decides_as_the_gate_does(dtype):
+    from dg_lightning.runtime.packing import Packing
+
+    torch.manual_seed(0)
+    gate = DynamicGate(300, 12, block_size=2, temperature=0.7, threshold=0.6).to(DEVICE)
+    nn.init.normal_(gate.network[0].weight, std=0.06)  # type: ignore[arg-type]
+    x = torch.randn(77, 300, device=DEVICE).to(dtype)
+    with torch.no_grad():
+        expected = gate.decide(x)
+        p = gate.probability
+        packing = Packing.decided(gate, x)
+    torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
+    sure = (p - 0.6).abs() > 1e-3
+    assert gate.gate is not None
+    assert torch.equal(gate.gate[sure], expected[sure])
+    assert (packing.position >= 0).sum() == gate.gate.sum()
+
+
+@here
+def test_an_unknown_activation_is_refused():
+    from dg_lightning.runtime.triton_engine import by_kernels
+
+    net = feed_forward(4, 2, 16, 3, nn.Softplus(), DTYPES[0], device=DEVICE)
+    with pytest.raises(ValueError, match="relu, gelu, silu, tanh, got Softplus"):
+        by_kernels(torch.randn(2, 4, dtype=DTYPES[0], device=DEVICE), torch.ones(2, 2), net)
