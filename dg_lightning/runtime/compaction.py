@@ -83,7 +83,7 @@ def compact(
     _silence([*stack, output])
     steps = _Steps()
     inputs.emit(steps, selects_inputs, multiple)
-    for layer, after in zip(stack, [*stack[1:], output], strict=True):
+    for layer, after in pairwise([*stack, output]):
         layer.emit(steps, after, multiple)
     steps.add("linear", output.own.state(), **output.own.sizes())
     return steps.result(net.output.weight)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from gated_nets import feed_forward, random_gate
@@ -38,8 +40,16 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 )
 @pytest.mark.parametrize("engine", [masked, by_blocks, by_open_rows])
 def test_every_engine_computes_the_formula(
-    engine, samples, inputs, blocks, block, rate, activation, bias, by_unit
-):
+    engine: Any,
+    samples: Any,
+    inputs: Any,
+    blocks: Any,
+    block: Any,
+    rate: Any,
+    activation: Any,
+    bias: Any,
+    by_unit: Any,
+) -> None:
     net = feed_forward(inputs, blocks, block, 3, activation, bias=bias)
     if by_unit:
         second = net.second[0].detach().t().contiguous().t()
@@ -55,11 +65,11 @@ def test_every_engine_computes_the_formula(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_gradients_by_blocks_are_those_of_finite_differences(activation, rate):
+def test_gradients_by_blocks_are_those_of_finite_differences(activation: Any, rate: Any) -> Any:
     net = feed_forward(4, 4, 3, 5, activation)
     gate = random_gate(6, 4, rate)
 
-    def run(x, first, first_bias, second, second_bias):
+    def run(x: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
         own = FeedForward((first, first_bias), activation, (second, second_bias), 3)
         return by_blocks(x, gate, own)
 
@@ -67,7 +77,7 @@ def test_gradients_by_blocks_are_those_of_finite_differences(activation, rate):
     assert torch.autograd.gradcheck(run, (x, *net.tensors))
 
 
-def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing():
+def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing() -> None:
     net = feed_forward(4, 4, 3, 5, nn.GELU())
     gate = random_gate(6, 4, 0.5).requires_grad_()
     x, weights = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
@@ -80,7 +90,7 @@ def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("engine", [by_blocks, by_open_rows])
-def test_engines_work_in_every_precision(engine, dtype):
+def test_engines_work_in_every_precision(engine: Any, dtype: Any) -> None:
     net = feed_forward(16, 4, 8, 6, nn.ReLU(), dtype)
     x, gate = torch.randn(9, 16, dtype=dtype), random_gate(9, 4, 0.5, torch.float32)
     with torch.no_grad():
@@ -88,7 +98,7 @@ def test_engines_work_in_every_precision(engine, dtype):
         torch.testing.assert_close(engine(x, gate, net), expected, atol=0.03, rtol=0.03)
 
 
-def test_only_open_weights_are_read_for_one_sample():
+def test_only_open_weights_are_read_for_one_sample() -> None:
     net = feed_forward(5, 4, 2, 3, nn.ReLU())
     gate = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
     x = torch.randn(1, 5, dtype=torch.float64)
@@ -100,13 +110,13 @@ def test_only_open_weights_are_read_for_one_sample():
         torch.testing.assert_close(by_blocks(x, gate, net), expected)
 
 
-def test_runs_join_neighbours():
+def test_runs_join_neighbours() -> None:
     assert _runs([True, True, False, True]) == [(0, 2), (3, 4)]
     assert _runs([False, False]) == []
     assert _runs([True]) == [(0, 1)]
 
 
-def test_no_gradient_of_what_needs_none():
+def test_no_gradient_of_what_needs_none() -> None:
     net = feed_forward(4, 2, 3, 5, nn.ReLU())
     frozen = FeedForward(
         (net.first[0].detach(), None), nn.ReLU(), (net.second[0], net.second[1]), 3

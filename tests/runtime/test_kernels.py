@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,22 +26,22 @@ if INTERPRETED:
 
     patch = interpreter._patch_lang_tensor
 
-    def with_numbers(tensor, scope):
-        """Let loops have bounds that are computed: new versions of numpy refuse the interpreter's."""
+    def with_numbers(tensor: Any, scope: Any) -> None:
+        """Let loops have computed bounds: new versions of numpy refuse the interpreter's."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = with_numbers
 
 
-def close(found, expected, dtype):
+def close(found: Any, expected: Any, dtype: Any) -> None:
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(dtype, 1e-9)
     scale = expected.abs().max().clamp(min=1e-3).item()
     torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="they run by themselves here")
-def test_kernels_are_right_when_they_are_interpreted():
+def test_kernels_are_right_when_they_are_interpreted() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
@@ -62,7 +63,16 @@ def test_kernels_are_right_when_they_are_interpreted():
         (201, 64, 2, 64, 64, 0.0, True),  # nobody opens anything
     ],
 )
-def test_values_and_gradients(samples, inputs, blocks, block, outputs, rate, bias, dtype):
+def test_values_and_gradients(
+    samples: Any,
+    inputs: Any,
+    blocks: Any,
+    block: Any,
+    outputs: Any,
+    rate: Any,
+    bias: Any,
+    dtype: Any,
+) -> None:
     from dg_lightning.runtime.triton_engine import by_kernels
 
     # The interpreter takes its time: there, one activation a case.
@@ -88,7 +98,7 @@ def test_values_and_gradients(samples, inputs, blocks, block, outputs, rate, bia
 
 
 @here
-def test_weights_by_unit_have_the_same_gradients():
+def test_weights_by_unit_have_the_same_gradients() -> None:
     from dg_lightning.runtime.triton_engine import by_kernels
 
     dtype = DTYPES[0]
@@ -105,7 +115,7 @@ def test_weights_by_unit_have_the_same_gradients():
 
 
 @here
-def test_packing_places_every_pair_once():
+def test_packing_places_every_pair_once() -> None:
     from dg_lightning.runtime.packing import _ROWS, Packing
 
     gate = random_gate(333, 5, 0.4, torch.float32).to(DEVICE)
@@ -118,7 +128,7 @@ def test_packing_places_every_pair_once():
     samples, blocks = gate.nonzero(as_tuple=True)
     for row, sample, block in zip(rows, samples.tolist(), blocks.tolist(), strict=True):
         assert int(packing.sample[row]) == sample
-        assert ([0, *ends][block] <= row) and (row < ends[block])
+        assert [0, *ends][block] <= row < ends[block]
     padding = set(range(ends[-1])) - set(rows)
     assert all(int(packing.sample[row]) == -1 for row in padding)
 
@@ -127,7 +137,7 @@ def test_packing_places_every_pair_once():
 @pytest.mark.parametrize(
     "dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 )
-def test_one_kernel_decides_as_the_gate_does(dtype):
+def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
     from dg_lightning.runtime.packing import Packing
 
     torch.manual_seed(0)
@@ -146,7 +156,7 @@ def test_one_kernel_decides_as_the_gate_does(dtype):
 
 
 @here
-def test_an_unknown_activation_is_refused():
+def test_an_unknown_activation_is_refused() -> None:
     from dg_lightning.runtime.triton_engine import by_kernels
 
     net = feed_forward(4, 2, 16, 3, nn.Softplus(), DTYPES[0], device=DEVICE)

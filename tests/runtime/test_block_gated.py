@@ -1,0 +1,162 @@
+import copy
+import pickle
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from gated_nets import randomised
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dg_lightning import GatedClassifier, GatedMLP
+from dg_lightning.callbacks import GateMonitor, GatePenalty
+from dg_lightning.runtime import BlockGatedMLP
+from dg_lightning.runtime import block_gated as module
+
+DYNAMIC = {"kind": "dynamic", "block_size": 4}
+STATIC = {"kind": "static"}
+ENGINES = ["auto", "masked", "blocks", "rows"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("hidden", "options"),
+    [
+        ([32], {"gate": DYNAMIC}),
+        ([32, 16], {"gate": DYNAMIC}),
+        ([32, 16], {"gate": [DYNAMIC, STATIC]}),
+        ([32, 16, 24], {"gate": [DYNAMIC, None, DYNAMIC], "activation": "gelu"}),
+        ([32, 16], {"gate": [STATIC, DYNAMIC], "input_gate": STATIC, "input_norm": "layer"}),
+        ([32, 16], {"gate": [DYNAMIC, STATIC], "norm": "batch"}),
+        ([32], {"gate": {**DYNAMIC, "policy": "top_k", "k": 2}, "dropout": 0.5}),
+        ([32], {"gate": {**DYNAMIC, "policy": "hard_concrete", "min_open": 3}}),
+        ([], {}),
+    ],
+)
+def test_it_is_the_same_net(engine: Any, hidden: Any, options: Any) -> None:
+    net = randomised(GatedMLP(12, hidden, 5, dtype=torch.float64, **options))
+    fast = BlockGatedMLP.of(net, engine)
+    x = torch.randn(9, 3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        expected = net(x)
+        left = [(layer.gate.probability, layer.gate.gate) for layer in net.layers() if layer.gate]
+        torch.testing.assert_close(fast(x), expected)
+    for layer, (p, g) in zip([one for one in fast.layers() if one.gate], left, strict=True):
+        torch.testing.assert_close(layer.gate.probability, p)
+        torch.testing.assert_close(layer.gate.gate, g)
+    assert list(fast.state_dict()) == list(net.state_dict())
+    own = BlockGatedMLP(12, hidden, 5, engine=engine, dtype=torch.float64, **options)
+    own.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(own.eval()(x), expected)
+
+
+def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    seen: list[str] = []
+    real = module.by_blocks
+    monkeypatch.setattr(module, "by_blocks", lambda *a: seen.append("blocks") or real(*a))
+    with torch.no_grad():
+        BlockGatedMLP.of(net, "blocks")(torch.randn(9, 12))
+        assert seen == ["blocks"]
+        gate = net.layers()[0].gate
+        gate.network[0].weight.zero_()
+        gate.network[0].bias.fill_(-1.0)  # all closed
+        net.layers()[0].linear.weight.fill_(torch.nan)
+        out = BlockGatedMLP.of(net, "blocks")(torch.randn(9, 12))
+    torch.testing.assert_close(out, net.output.bias.expand(9, 5))
+
+
+def test_soft_gates_and_dropout_in_training_are_masked(monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "by_blocks", lambda *_: pytest.fail("it must not skip"))
+    for options in ({"gate": {**DYNAMIC, "policy": "soft"}}, {"gate": DYNAMIC, "dropout": 0.1}):
+        BlockGatedMLP(12, [32], 5, engine="blocks", **options).train()(torch.randn(3, 12))
+
+
+def test_weights_learn_as_when_masked_and_open_gates_too() -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC, dtype=torch.float64)).train()
+    x = torch.randn(20, 12, dtype=torch.float64)
+    fast = BlockGatedMLP.of(net, "blocks")
+    weights = [p for name, p in net.named_parameters() if "gate" not in name]
+    expected = torch.autograd.grad(net(x).square().sum(), weights)
+    found = torch.autograd.grad(fast(x).square().sum(), weights)
+    torch.testing.assert_close(found, expected)
+    gate = net.layers()[0].gate
+    fast(x).square().sum().backward()
+    assert gate.network[0].weight.grad.ne(0).any()
+
+
+def test_autocast_gives_half_precision() -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        out = BlockGatedMLP.of(net, "blocks")(torch.randn(3, 12))
+    assert out.dtype == torch.bfloat16
+
+
+def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "fastest_engine", lambda x, *_: asked.append(len(x)) or "blocks")
+    monkeypatch.setattr(module, "_RENEWED", 3)
+    net = BlockGatedMLP.of(randomised(GatedMLP(12, [32], 5, gate=DYNAMIC)))
+    with torch.no_grad():
+        for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
+            net(torch.randn(size, 12))
+    assert asked == [8, 8, 64]
+    assert module.candidates(torch.randn(1, 2), learns=False) == ["masked", "blocks", "rows"]
+    assert module.candidates(torch.randn(1, 2), learns=True) == ["masked", "blocks"]
+    assert module.candidates(torch.randn(9, 2), learns=False) == ["masked", "blocks"]
+
+
+def test_layout_by_unit_changes_no_value() -> None:
+    net = randomised(GatedMLP(12, [32, 16], 5, gate=DYNAMIC))
+    fast = BlockGatedMLP.of(copy.deepcopy(net), "blocks").lay_out_by_unit()
+    assert fast.output.weight.stride(0) == 1
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(fast(x), net(x))
+    clone = pickle.loads(pickle.dumps(copy.deepcopy(fast)))
+    torch.testing.assert_close(clone(x), net(x))
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="`engine` must be one of"):
+        BlockGatedMLP(4, [4], 2, engine="fast")  # type: ignore[arg-type]
+
+
+def test_a_training_with_callbacks_skips_blocks_and_its_checkpoint_loads_masked(
+    tmp_path: Any,
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(256, 16)
+    data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=32)
+    arguments = {"hidden": [32], "gate": DYNAMIC, "engine": "blocks"}
+    net = {"class_path": "dg_lightning.runtime.BlockGatedMLP", "init_args": arguments}
+    model = GatedClassifier(net, input_shape=[16], num_classes=2, gate_lr_factor=30.0)
+    assert isinstance(model.net, BlockGatedMLP)
+    trainer = pl.Trainer(
+        max_epochs=6,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[GatePenalty(1.0, usage="expected_macs"), GateMonitor()],
+    )
+    trainer.fit(model, data, data)
+    assert float(trainer.callback_metrics["val/accuracy"]) > 0.9
+    assert float(trainer.callback_metrics["compute/macs_share"]) < 0.9
+    path = tmp_path / "end.ckpt"
+    trainer.save_checkpoint(path)
+    loaded = GatedClassifier.load_from_checkpoint(path).eval()
+    plain = GatedMLP(16, [32], 2, gate=DYNAMIC)
+    plain.load_state_dict(loaded.net.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(x), loaded(x))
+
+
+def test_compiled_and_exported_it_is_masked() -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    fast = BlockGatedMLP.of(net, "blocks")
+    x = torch.randn(6, 12)
+    program = torch.export.export(fast, (x,))
+    torch.testing.assert_close(program.module()(x), net(x))
+    assert isinstance(fast, nn.Module)

@@ -1,0 +1,163 @@
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from gated_nets import randomised
+from torch import nn
+
+from dg_lightning import GatedMLP, SwitchMoE
+from dg_lightning.runtime import compact, fastest_compact, usage_of
+from dg_lightning.runtime.choice import without_gates
+
+STATIC = {"kind": "static"}
+GATES = {
+    "none": None,
+    "static": STATIC,
+    "static blocks": {**STATIC, "block_size": 4, "threshold": 0.6, "temperature": 0.3},
+    "static hard concrete": {**STATIC, "policy": "hard_concrete"},
+    "static top k": {**STATIC, "policy": "top_k", "k": 5},
+    "dynamic blocks": {"kind": "dynamic", "network": "low_rank", "rank": 3, "block_size": 4},
+    "dynamic floor": {
+        "kind": "dynamic",
+        "network": "mlp",
+        "hidden": 5,
+        "threshold": 0.7,
+        "temperature": 2.0,
+        "min_open": 3,
+    },
+    "dynamic top k": {"kind": "dynamic", "policy": "top_k", "k": 5},
+    "dynamic hard concrete": {"kind": "dynamic", "policy": "hard_concrete"},
+}
+
+
+def net_with(
+    gate: Any,
+    norm: Any = None,
+    input_norm: Any = None,
+    input_gate: Any = None,
+    activation: Any = "relu",
+) -> Any:
+    net = GatedMLP(
+        24,
+        [20, 12],
+        5,
+        activation=activation,
+        norm=norm,
+        input_norm=input_norm,
+        gate=gate,
+        input_gate=input_gate,
+        dtype=torch.float64,
+    )
+    with torch.no_grad():  # units that read nothing, that nobody reads; an input nobody reads
+        net.layers()[0].linear.weight[3] = 0
+        net.layers()[1].linear.weight[2] = 0
+        net.layers()[1].linear.weight[:, 7] = 0
+        net.output.weight[:, 5] = 0
+        net.layers()[0].linear.weight[:, 4] = 0
+    return randomised(net)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
+def test_the_compact_net_is_the_masked_one(gate: Any, activation: Any) -> None:
+    norms = (None, "layer", "batch")
+    for norm, input_norm, input_gate, selects in itertools.product(
+        norms, norms, (None, STATIC), (True, False)
+    ):
+        net = net_with(GATES[gate], norm, input_norm, input_gate, activation)
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        for multiple in (1, 8):
+            made = compact(net, selects_inputs=selects, multiple=multiple)
+            x = torch.randn(30, 24, dtype=torch.float64)
+            torch.testing.assert_close(made.net(x), net(x))
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_units_of_a_small_net_by_hand() -> None:
+    net = GatedMLP(3, [3], 1, gate=STATIC)
+    layer = net.layers()[0]
+    with torch.no_grad():
+        layer.linear.weight.copy_(torch.tensor([[1.0, 0, 0], [0, 0, 0], [5, 5, 5]]))
+        layer.linear.bias.copy_(torch.tensor([0.0, 2, 0]))
+        layer.gate.logit.copy_(torch.tensor([1.0, 1, -1]))  # the third unit is closed
+        net.output.weight.copy_(torch.tensor([[3.0, 4, 7]]))
+        net.output.bias.fill_(1.0)
+    made = compact(net)
+    # The second unit says relu(2) = 2, always: 4 x 2 more in the bias. Only the first input counts.
+    assert made.units == {"inputs": (3, 1), "hidden.0": (3, 1)}
+    select, first, _, last = list(made.net)[1:]
+    assert select.index.tolist() == [0]
+    assert (first.weight.tolist(), first.bias.tolist()) == ([[1.0]], [0.0])
+    assert (last.weight.tolist(), last.bias.tolist()) == ([[3.0]], [9.0])
+
+
+def test_a_layer_norm_keeps_its_units_and_says_so() -> None:
+    made = compact(net_with(STATIC, norm="layer", input_norm="layer", input_gate=STATIC))
+    assert made.units == {}
+    assert any(note.startswith("hidden.0: all 20 units stay") for note in made.notes)
+    assert any(note.startswith("input_gate: no input is left out") for note in made.notes)
+
+
+def test_nothing_is_left_but_one_unit_where_all_are_closed() -> None:
+    net = GatedMLP(4, [8], 3, gate=STATIC)
+    net.layers()[0].gate.logit.data.fill_(-1)
+    made = compact(net)
+    x = torch.randn(5, 4)
+    assert made.units["hidden.0"] == (8, 1)
+    torch.testing.assert_close(made.net(x), net.output.bias.expand(5, 3))
+
+
+def test_blocks_that_are_hardly_ever_open_go() -> None:
+    net = randomised(GatedMLP(6, [8], 3, gate={"kind": "dynamic", "block_size": 2}))
+    gate = net.layers()[0].gate
+    with torch.no_grad():
+        gate.network[0].weight.zero_()
+        gate.network[0].weight[0, 0] = 1.0
+        gate.network[0].bias.copy_(torch.tensor([-1.5, 9.0, 9.0, -9.0]))
+    x = torch.randn(1000, 6)
+    usage = usage_of(net, x.split(300))
+    share = (x[:, 0] > 1.5).float().mean()
+    torch.testing.assert_close(usage["hidden.0"], torch.tensor([share, 1.0, 1.0, 0.0]))
+    assert compact(net, usage=usage, min_usage=0.01).units == {"hidden.0": (8, 6)}
+    made = compact(net, usage=usage, min_usage=0.5)
+    assert made.units == {"hidden.0": (8, 4)}
+    closed = x[:, 0] < 1.4  # here nothing has changed
+    torch.testing.assert_close(made.net(x[closed]), net(x[closed]))
+    assert not torch.allclose(made.net(x[x[:, 0] > 1.6]), net(x[x[:, 0] > 1.6]))
+
+
+def test_the_fastest_is_still_the_same_function() -> None:
+    net = randomised(GatedMLP(64, [48, 32], 10, gate=STATIC, input_gate=STATIC))
+    made = fastest_compact(net, [1, 64])
+    x = torch.randn(20, 64)
+    torch.testing.assert_close(made.net(x), net(x))
+    assert any("ways to write it down" in note for note in made.notes)
+
+
+def test_without_gates_all_is_computed_and_the_net_keeps_its_own() -> None:
+    net = randomised(GatedMLP(6, [8], 3, gate=STATIC, input_gate=STATIC))
+    dense = without_gates(net)
+    layer = net.layers()[0]
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(dense(x), net.output(torch.relu(layer.linear(x))))
+    assert net.input_gate is not None
+    assert layer.gate is not None
+
+
+def test_nets_that_cannot_be_made_compact_are_refused() -> None:
+    with pytest.raises(TypeError, match="Only a GatedMLP can be made compact, got a Linear"):
+        compact(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="got a SwitchMoE"):
+        compact(SwitchMoE(6, 3))
+    dynamic = {"kind": "dynamic"}
+    with pytest.raises(TypeError, match="input_gate: only a static gate"):
+        compact(GatedMLP(6, [4], 2, input_gate=dynamic))
+
+
+def test_half_precision_stays_and_a_net_without_hidden_layers_works() -> None:
+    net = randomised(GatedMLP(16, [32], 4, gate=STATIC, dtype=torch.bfloat16))
+    assert compact(net).net(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    linear = randomised(GatedMLP(5, [], 2, input_gate=STATIC))
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(compact(linear).net(x), linear(x))
