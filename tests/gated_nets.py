@@ -9,7 +9,7 @@ from dg_lightning import GatedMLP
 from dg_lightning.runtime.engines import FeedForward
 
 
-def randomised(net: GatedMLP, seed: int = 0) -> GatedMLP:
+def randomised(net: GatedMLP, seed: int = 0) -> Any:
     """Give gates and norms a state that training could have left, and return it in evaluation."""
     generator = torch.Generator().manual_seed(seed)
 

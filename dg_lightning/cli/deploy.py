@@ -17,7 +17,7 @@ from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.runtime.bench import bench, draw, random_net, save, table
 from dg_lightning.runtime.choice import fastest_compact, usage_of, without_gates
 from dg_lightning.runtime.compaction import Compact, compact
-from dg_lightning.runtime.export import Exported, Format, export
+from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.spec import build, import_class
 
@@ -72,17 +72,12 @@ def _export(args: list[str]) -> None:
         options = {"usage": usage, "min_usage": given.min_usage}
     made = fastest_compact(net, sizes, **options)
     # What was removed on purpose changes the net: the file is compared with what is left.
-    masked: Any = _reference(net, options) if given.min_usage > 0 else net
-    exported = export(masked, made, given.format, Path(given.output))
+    masked = compact(net, **options, selects_inputs=False).net if options else net
+    exported = export(masked, made, given.format, Path(given.output), check_inputs(made, net))
     _tell(net, made, exported, sizes)
     if data is not None:
         before, after = _accuracies(data, net, exported)
         print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
-
-
-def _reference(net: GatedMLP, options: dict[str, Any]) -> Any:
-    """Return the net without what `min_usage` removes, in plain layers and nothing else done."""
-    return compact(net, **options, selects_inputs=False).net
 
 
 def _tell(net: GatedMLP, made: Compact, exported: Exported, sizes: list[int]) -> None:

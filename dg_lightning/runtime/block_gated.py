@@ -1,6 +1,8 @@
 """A GatedMLP that runs only the blocks of units that its samples open."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -17,6 +19,7 @@ __all__ = ["BlockGatedMLP", "Engine", "run_gated"]
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
 _HARD = ("threshold", "top_k", "bernoulli")
 _FEW = 4  # samples that the engine of open rows takes one by one
+_OFTEN = 10  # uses of a shape after which recording it is tried
 _RENEWED = 1000  # uses after which engines are compared again: open rates change in training
 
 
@@ -64,6 +67,7 @@ class BlockGatedMLP(GatedMLP):
         self.engine = engine
         self._fastest: dict[tuple[Any, ...], tuple[str, int]] = {}
         self._replays: Replays | None = None
+        self._replayed: dict[torch.Size, int | bool] = {}  # uses of a shape, or what was found
 
     @classmethod
     def of(cls, mlp: GatedMLP, engine: Engine = "auto") -> Self:
@@ -88,11 +92,51 @@ class BlockGatedMLP(GatedMLP):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        if self.engine == "graph" and not (self.training or torch.is_grad_enabled()):
-            if self._replays is None:
-                self._replays = Replays(self, self._eager)
+        if not self._can_record(x):
+            return self._eager(x, self.engine)
+        if self._replays is None:
+            self._replays = Replays(self, partial(self._eager, engine="triton"))
+        if self.engine == "graph" or self._replay_is_faster(x, self._replays):
             return self._replays(x)
-        return self._eager(x)
+        return self._eager(x, self.engine)
+
+    def _can_record(self, x: Tensor) -> bool:
+        if self.engine not in ("auto", "graph") or not x.is_cuda:
+            return False
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
+            return False
+        return "triton" in candidates(x, learns=False) and self._has_room(x)
+
+    def _has_room(self, x: Tensor) -> bool:
+        """Tell whether the kernels can do without waiting for the device, as a graph must."""
+        from dg_lightning.runtime.packing import has_room
+
+        layers = self.layers()
+        readers = [layer.linear for layer in layers[1:]] + [self.output]
+        return all(
+            has_room(
+                len(x),
+                layer.gate.blocks,
+                (layer.gate.block_size + reader.out_features) * x.element_size(),
+                x.device,
+            )
+            for layer, reader in zip(layers, readers, strict=True)
+            if isinstance(layer.gate, Gate) and layer.gate.input_dependent
+        )
+
+    def _replay_is_faster(self, x: Tensor, replays: Replays) -> bool:
+        """Measure, once a shape has come so often that recording it pays."""
+        known = self._replayed.get(x.shape, 0)
+        if isinstance(known, bool):
+            return known
+        self._replayed[x.shape] = known + 1
+        if known + 1 < _OFTEN:
+            return False
+        eager = _shortest(x, partial(self._eager, x, self.engine))
+        faster = self._replayed[x.shape] = _shortest(x, partial(replays, x)) < eager
+        return faster
 
     def record(self, x: Tensor) -> "Recording":
         """Record the forward pass on this very tensor, as a CUDA graph, without any copy.
@@ -100,9 +144,9 @@ class BlockGatedMLP(GatedMLP):
         Write a batch into `x`, call what is returned, and read the result before the next call
         writes over it.
         """
-        return Recording(self._eager, x, self)
+        return Recording(partial(self._eager, engine="triton"), x, self)
 
-    def _eager(self, x: Tensor) -> Tensor:
+    def _eager(self, x: Tensor, engine: Engine) -> Tensor:
         h = x.flatten(1)
         if self.input_gate is not None:
             h = self.input_gate(h).to(h.dtype) * h
@@ -111,12 +155,12 @@ class BlockGatedMLP(GatedMLP):
         product: Tensor | None = None  # of the layer at hand, where the one before has computed it
         for index, layer in enumerate(layers):
             after = layers[index + 1] if index + 1 < len(layers) else None
-            if product is None and self._skips(layer, after):
+            if product is None and self._skips(layer, after, engine):
                 gate = layer.gate
                 assert isinstance(gate, Gate)
                 reader = self.output if after is None else after.linear
                 net = FeedForward.of(layer.linear, layer.activation, reader, gate.block_size)
-                product = self._run(h, gate, net)
+                product = self._run(h, gate, net, engine)
             elif product is None:
                 h = layer(h)
             else:
@@ -127,10 +171,10 @@ class BlockGatedMLP(GatedMLP):
         logits: Tensor = self.output(h) if product is None else product
         return logits
 
-    def _skips(self, layer: GatedLinear, after: GatedLinear | None) -> bool:
+    def _skips(self, layer: GatedLinear, after: GatedLinear | None, engine: Engine) -> bool:
         gate = layer.gate
         return (
-            self.engine != "masked"
+            engine != "masked"
             and not torch.compiler.is_compiling()
             and isinstance(gate, Gate)
             and gate.input_dependent
@@ -140,9 +184,9 @@ class BlockGatedMLP(GatedMLP):
             and (after is None or after.gate is None or not after.gate.input_dependent)
         )
 
-    def _run(self, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
-        if self.engine != "auto":
-            return run_gated("triton" if self.engine == "graph" else self.engine, x, gate, net)
+    def _run(self, x: Tensor, gate: Gate, net: FeedForward, engine: Engine) -> Tensor:
+        if engine != "auto":
+            return run_gated("triton" if engine == "graph" else engine, x, gate, net)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *net.tensors))
         key = (len(x).bit_length(), x.dtype, x.device, learns, net.first[0].shape)
         name, uses = self._fastest.get(key, ("", _RENEWED))
@@ -150,6 +194,10 @@ class BlockGatedMLP(GatedMLP):
             name, uses = fastest_engine(x, gate, net, learns), 0
         self._fastest[key] = (name, uses + 1)
         return run_gated(name, x, gate, net)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was measured and recorded belongs to this net on this device.
+        return {**self.__dict__, "_fastest": {}, "_replays": None, "_replayed": {}}
 
     @override
     def extra_repr(self) -> str:
@@ -186,7 +234,9 @@ def _by_kernels(x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
 def candidates(x: Tensor, learns: bool) -> list[str]:
     """List the engines that can run a batch and may be the fastest."""
     names = ["masked", "blocks"]
-    if x.is_cuda and x.dtype.itemsize == 2 and torch.version.hip is None:
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if x.is_cuda and dtype.itemsize == 2 and torch.version.hip is None:
         try:
             import triton  # noqa: F401
         except ModuleNotFoundError:
@@ -201,24 +251,31 @@ def candidates(x: Tensor, learns: bool) -> list[str]:
 def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> str:
     """Measure the engines on a batch, with the backward pass if it `learns`."""
     x = x.detach()
-    taken = {name: _seconds(name, x, gate, net, learns) for name in candidates(x, learns)}
+    taken = {
+        name: _shortest(x, partial(_once, name, x, gate, net, learns))
+        for name in candidates(x, learns)
+    }
     return min(taken, key=lambda name: taken[name])
 
 
-def _seconds(name: str, x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> float:
+def _once(name: str, x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> None:
+    with torch.set_grad_enabled(learns):
+        if not learns:
+            run_gated(name, x, gate, net)
+            return
+        inputs = x.clone().requires_grad_()
+        out = run_gated(name, inputs, gate, net)
+        weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
+        torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
+
+
+def _shortest(x: Tensor, run: Callable[[], object]) -> float:
     """Return the shorter of two runs, after one that may compile something."""
     best = float("inf")
     for attempt in range(3):
         _wait(x)
         start = time.perf_counter()
-        with torch.set_grad_enabled(learns):
-            if learns:
-                inputs = x.clone().requires_grad_()
-                out = run_gated(name, inputs, gate, net)
-                weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
-                torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
-            else:
-                run_gated(name, x, gate, net)
+        run()
         _wait(x)
         if attempt:
             best = min(best, time.perf_counter() - start)

@@ -45,7 +45,7 @@ class Exported:
 
 
 def export(
-    net: GatedMLP, compacted: Compact, format: Format, output: Path, x: Tensor | None = None
+    net: nn.Module, compacted: Compact, format: Format, output: Path, x: Tensor | None = None
 ) -> Exported:
     """Write a compact net, read it back, and compare it with the net that it was made of.
 
@@ -55,7 +55,7 @@ def export(
         format: `safetensors`: weights with their recipe, and a Python file that loads them without
             dg_lightning. `pt2`: a program of `torch.export`. `onnx`.
         output: The file; its ending is added where it is missing.
-        x: Inputs to compare on; drawn at random where None.
+        x: Inputs to compare on; drawn at random for a `GatedMLP` where None.
 
     Raises:
         RuntimeError: If what was read back differs.
@@ -67,7 +67,11 @@ def export(
     output.parent.mkdir(parents=True, exist_ok=True)
     plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
-    x = check_inputs(compacted, masked) if x is None else x.cpu().float()
+    if x is None:
+        if not isinstance(net, GatedMLP):
+            raise TypeError(f"For a {type(net).__name__}, give inputs to compare on as `x`.")
+        x = check_inputs(compacted, net)
+    x = x.cpu().float()
     write = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
     unfinished = output.with_name(f".{output.name}")
     files = write(plain_net, compacted, unfinished, x)

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dg_lightning.gates import DynamicGate
 from dg_lightning.runtime import kernels
 
-__all__ = ["Packing"]
+__all__ = ["Packing", "has_room"]
 
 _ROWS = 128  # of a tile
 _SAMPLES = 64  # that one program decides about
@@ -41,7 +41,7 @@ class Packing:
         width = _power_of_2(self.blocks, 16)
         make: dict[str, Any] = {"dtype": torch.int32, "device": gate.device}
         # Each block is padded by less than a tile.
-        self.rows = (self.samples * self.blocks // _ROWS + self.blocks) * _ROWS
+        self.rows = _most_rows(self.samples, self.blocks)
         self.position = torch.empty(self.samples, self.blocks, **make)
         self.sample, self.ends = torch.empty(self.rows, **make), torch.empty(self.blocks, **make)
         shape = self.samples, self.blocks
@@ -94,7 +94,7 @@ class Packing:
 
     def make_room(self, row_bytes: int) -> None:
         """Wait for the device to say how many rows there are, if there is no room for all."""
-        if self.rows * row_bytes > _ROOM_WITHOUT_WAITING * _memory(self.device):
+        if not has_room(self.samples, self.blocks, row_bytes, self.device):
             self.rows = max(int(self.ends[-1]), _ROWS)
 
     def product(
@@ -176,7 +176,8 @@ class Packing:
         Padding must be 0 on one side.
         """
         grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # from torch 2.10 on
-        if grouped_mm is not None and left.is_cuda and left.dtype == torch.bfloat16:
+        aligned = left.shape[1] % 8 == right.shape[1] % 8 == 0  # it asks for rows of 16 bytes
+        if grouped_mm is not None and left.is_cuda and left.dtype == torch.bfloat16 and aligned:
             out: Tensor = grouped_mm(left.t(), right, offs=self.ends)
             return out
         starts = [0, *self.ends.tolist()]
@@ -236,6 +237,15 @@ class Packing:
         if not of_pairs:
             return None
         return of_row[self.position.clamp(min=0)].masked_fill_(self.position < 0, 0)
+
+
+def has_room(samples: int, blocks: int, row_bytes: int, device: torch.device) -> bool:
+    """Tell whether all pairs could be open and their rows still find room."""
+    return _most_rows(samples, blocks) * row_bytes <= _ROOM_WITHOUT_WAITING * _memory(device)
+
+
+def _most_rows(samples: int, blocks: int) -> int:
+    return (samples * blocks // _ROWS + blocks) * _ROWS
 
 
 def _described(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:

@@ -10,8 +10,8 @@ from dg_lightning import GatedMLP, SwitchMoE
 from dg_lightning.runtime import compact, fastest_compact, usage_of
 from dg_lightning.runtime.choice import without_gates
 
-STATIC = {"kind": "static"}
-GATES = {
+STATIC: Any = {"kind": "static"}
+GATES: Any = {
     "none": None,
     "static": STATIC,
     "static blocks": {**STATIC, "block_size": 4, "threshold": 0.6, "temperature": 0.3},
@@ -75,7 +75,7 @@ def test_the_compact_net_is_the_masked_one(gate: Any, activation: Any) -> None:
 
 
 def test_units_of_a_small_net_by_hand() -> None:
-    net = GatedMLP(3, [3], 1, gate=STATIC)
+    net: Any = GatedMLP(3, [3], 1, gate=STATIC)
     layer = net.layers()[0]
     with torch.no_grad():
         layer.linear.weight.copy_(torch.tensor([[1.0, 0, 0], [0, 0, 0], [5, 5, 5]]))
@@ -86,7 +86,8 @@ def test_units_of_a_small_net_by_hand() -> None:
     made = compact(net)
     # The second unit says relu(2) = 2, always: 4 x 2 more in the bias. Only the first input counts.
     assert made.units == {"inputs": (3, 1), "hidden.0": (3, 1)}
-    select, first, _, last = list(made.net)[1:]
+    steps: Any = list(made.net)
+    select, first, _, last = steps[1:]
     assert select.index.tolist() == [0]
     assert (first.weight.tolist(), first.bias.tolist()) == ([[1.0]], [0.0])
     assert (last.weight.tolist(), last.bias.tolist()) == ([[3.0]], [9.0])
@@ -100,7 +101,7 @@ def test_a_layer_norm_keeps_its_units_and_says_so() -> None:
 
 
 def test_nothing_is_left_but_one_unit_where_all_are_closed() -> None:
-    net = GatedMLP(4, [8], 3, gate=STATIC)
+    net: Any = GatedMLP(4, [8], 3, gate=STATIC)
     net.layers()[0].gate.logit.data.fill_(-1)
     made = compact(net)
     x = torch.randn(5, 4)
@@ -150,7 +151,7 @@ def test_nets_that_cannot_be_made_compact_are_refused() -> None:
         compact(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got a SwitchMoE"):
         compact(SwitchMoE(6, 3))
-    dynamic = {"kind": "dynamic"}
+    dynamic: Any = {"kind": "dynamic"}
     with pytest.raises(TypeError, match="input_gate: only a static gate"):
         compact(GatedMLP(6, [4], 2, input_gate=dynamic))
 

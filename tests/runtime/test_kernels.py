@@ -146,7 +146,7 @@ def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
     x = torch.randn(77, 300, device=DEVICE).to(dtype)
     with torch.no_grad():
         expected = gate.decide(x)
-        p = gate.probability
+        p: Any = gate.probability
         packing = Packing.decided(gate, x)
     torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
     sure = (p - 0.6).abs() > 1e-3

@@ -1,0 +1,105 @@
+"""The commands `export` and `bench`."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dg_lightning import GatedClassifier
+from dg_lightning.cli import main
+from dg_lightning.runtime.plain import load
+
+FIT = ["--trainer.max_epochs=2", "--trainer.enable_progress_bar=false", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two small nets, once for all tests here."""
+    folder = tmp_path_factory.mktemp("deploy")
+    places = [f"--trainer.default_root_dir={folder}", f"--trainer.logger.save_dir={folder}"]
+    for variant in ("dynamicgate", "dynamicgate_input"):
+        main(["fit", "--config", f"digits/{variant}", *FIT, *places])
+    return folder / "digits"
+
+
+def checkpoint(runs: Path, variant: str) -> Path:
+    return runs / variant / "version_0" / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt2", "onnx"])
+def test_export_writes_checks_and_tells(
+    runs: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("safetensors", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    path = checkpoint(runs, "dynamicgate")
+    before = path.read_bytes()
+    output = ["--format", format, "--output", str(tmp_path / "net"), "--batch_sizes=[1,8]"]
+    main(["export", "--ckpt_path", str(path), *output])
+    said = capsys.readouterr().out
+    assert (tmp_path / f"net.{format}").is_file()
+    for part in ("file against dense", "largest difference", "Accuracy on the test part"):
+        assert part in said
+    assert path.read_bytes() == before
+    if format == "safetensors":
+        assert "from net import load" in said
+        model = GatedClassifier.load_from_checkpoint(path).eval()
+        x = torch.randn(5, 64)
+        found = load(str(tmp_path / "net.safetensors"))(x)
+        torch.testing.assert_close(found, model(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_hardly_used_units_are_removed_on_demand(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    path = checkpoint(runs, "dynamicgate_input")
+    content = torch.load(path, weights_only=True)
+    for part in ("weight", "bias"):  # close the gates of 100 units, whatever the input
+        content["state_dict"][f"net.hidden.0.gate.network.1.{part}"][:100] = -9.0 * (part == "bias")
+    closed = path.with_name("closed.ckpt")
+    torch.save(content, closed)
+    output = ["--output", str(tmp_path / "net"), "--batch_sizes=[8]"]
+    main(["export", "--ckpt_path", str(closed), *output, "--min_usage=0.01"])
+    said = capsys.readouterr().out
+    assert "hidden.0: 156 of 256 are left." in said
+    before, after = re.findall(r"(\d+\.\d+)% (?:before|after)", said)
+    assert before == after
+
+
+def test_bench_of_a_checkpoint_and_of_a_shape(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--batch_sizes=[1,8]", "--rounds=2"]
+    main(["bench", "--ckpt_path", str(checkpoint(runs, "dynamicgate_input")), *options])
+    assert "blocks" in capsys.readouterr().out
+    shape = ["--shape=[32,64,8]", "--gates=static", "--open_rate=0.25"]
+    main(["bench", *shape, *options, "--output", str(tmp_path)])
+    assert "4.00" in capsys.readouterr().out  # predicted
+    assert {"bench.csv", "bench.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bench"], "Give either --ckpt_path or --shape"),
+        (["bench", "--shape=[8,4]"], "`shape` must be"),
+        (["bench", "--shape=[8,4,2]", "--device=gpu0"], "There is no device 'gpu0'"),
+        (["bench", "--shape=[8,4,2]", "--batch_sizes=[0]"], "`batch_sizes` must be"),
+        (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
+        (["export", "--ckpt_path=nowhere.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
+        (["export", "--ckpt_path=a.ckpt", "--output=a", "--format=h5"], "format"),
+    ],
+)
+@pytest.mark.usefixtures("in_empty_folder")
+def test_bad_input_is_refused_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    error: Any = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1

@@ -1,0 +1,95 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gated_nets import randomised
+
+from dg_lightning import GatedMLP
+from dg_lightning.runtime import compact, export
+from dg_lightning.runtime.export import check_inputs
+from dg_lightning.runtime.plain import GatedStep, load
+
+STATIC: Any = {"kind": "static"}
+FLOOR: Any = {"kind": "dynamic", "network": "low_rank", "rank": 3, "block_size": 4, "min_open": 2}
+TOP_K: Any = {"kind": "dynamic", "network": "mlp", "hidden": 5, "policy": "top_k", "k": 6}
+GATES = {"static": STATIC, "dynamic": FLOOR, "top k": TOP_K}
+WITHOUT_US = """
+import sys, torch
+sys.modules["dg_lightning"] = None  # an import of it fails
+from net import load
+torch.save(load("net.safetensors")(torch.load("x.pt")), "y.pt")
+"""
+
+
+def net_with(gate: Any) -> Any:
+    return randomised(GatedMLP(24, [32, 16], 5, gate=gate, input_gate=STATIC, activation="gelu"))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("format", ["safetensors", "pt2", "onnx"])
+def test_what_is_read_back_is_the_net_for_every_batch_size(
+    gate: str, format: Any, tmp_path: Path
+) -> None:
+    for package in ("safetensors", "onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    net = net_with(GATES[gate])
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    made = compact(net)
+    exported = export(net, made, format, tmp_path / "folder" / "net")
+    assert exported.files[0] == tmp_path / "folder" / f"net.{format}"
+    assert exported.difference < 1e-5
+    assert exported.size == exported.files[0].stat().st_size > 0
+    x = check_inputs(made, net, 40)
+    for batch in (x[:1], x[:7], x):
+        torch.testing.assert_close(exported.run(batch), net(batch).detach(), atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert not list((tmp_path / "folder").glob(".*"))  # nothing unfinished is left
+
+
+def test_safetensors_load_without_us(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    net = net_with(FLOOR)
+    made = compact(net)
+    exported = export(net, made, "safetensors", tmp_path / "net")
+    assert [path.name for path in exported.files] == ["net.safetensors", "net.json", "net.py"]
+    x = check_inputs(made, net)
+    torch.save(x, tmp_path / "x.pt")
+    subprocess.run([sys.executable, "-c", WITHOUT_US], cwd=tmp_path, check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "y.pt"), net(x), atol=1e-5, rtol=1e-5)
+    recipe = json.loads((tmp_path / "net.json").read_text())
+    assert recipe["format"] == 1
+    assert [step["kind"] for step in recipe["steps"]][:2] == ["flatten", "select"]
+
+
+def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "net.safetensors"
+    torch_files.save_file({"a": torch.zeros(1)}, path, {"recipe": '{"format": 2, "steps": []}'})
+    with pytest.raises(ValueError, match="has format 2; this file reads format 1"):
+        load(str(path))
+
+
+def test_a_file_that_differs_is_not_called_done(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    net = net_with(STATIC)
+    made = compact(net)
+    last: Any = made.net[-1]
+    last.bias += 1.0
+    with pytest.raises(RuntimeError, match="differs from the trained net"):
+        export(net, made, "safetensors", tmp_path / "net")
+    with pytest.raises(ValueError, match="`format` must be one of safetensors, pt2, onnx"):
+        export(net, made, "torchscript", tmp_path / "net")  # type: ignore[arg-type]
+
+
+def test_inputs_for_the_check_stay_away_from_the_edge() -> None:
+    net = net_with([FLOOR, STATIC])
+    made = compact(net)
+    x = check_inputs(made, net)
+    step: Any = next(module for module in made.net if isinstance(module, GatedStep))
+    h = made.net[1](x)  # the inputs that are read
+    assert len(x) >= 20
+    assert step.logits(h).abs().min() > 1e-3
