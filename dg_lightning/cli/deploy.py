@@ -1,5 +1,6 @@
 """The commands `export` and `bench`: a trained net as a small file, and how fast it really is."""
 
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from dg_lightning import GatedClassifier, GatedMLP
 from dg_lightning.cli.checkpoints import read_checkpoint
-from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
 from dg_lightning.runtime.bench import bench, draw, random_net, save, table
 from dg_lightning.runtime.choice import fastest_compact, usage_of, without_gates
-from dg_lightning.runtime.compaction import Compact, compact
+from dg_lightning.runtime.compaction import Compact
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.spec import build, import_class
@@ -72,15 +73,29 @@ def _export(args: list[str]) -> None:
         options = {"usage": usage, "min_usage": given.min_usage}
     made = fastest_compact(net, sizes, **options)
     # What was removed on purpose changes the net: the file is compared with what is left.
-    masked = compact(net, **options, selects_inputs=False).net if options else net
-    exported = export(masked, made, given.format, Path(given.output), check_inputs(made, net))
-    _tell(net, made, exported, sizes)
+    masked = _closed_for_good(net, **options) if options else net
+    shape = _shape_of(given.ckpt_path)
+    x = check_inputs(made, net).unflatten(1, shape)
+    exported = export(masked, made, given.format, Path(given.output), x)
+    _tell(net, made, exported, sizes, shape)
     if data is not None:
         before, after = _accuracies(data, net, exported)
         print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
 
 
-def _tell(net: GatedMLP, made: Compact, exported: Exported, sizes: list[int]) -> None:
+def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:
+    """Return a copy of a net whose hardly used blocks are closed for every input."""
+    closed = copy.deepcopy(net)
+    for name, share in usage.items():
+        gate: Any = closed.get_submodule(name).gate
+        last, rare = gate.network[-1], share < min_usage
+        last.weight[rare], last.bias[rare] = 0.0, -1e4 * float(gate.temperature)
+    return closed
+
+
+def _tell(
+    net: GatedMLP, made: Compact, exported: Exported, sizes: list[int], shape: list[int]
+) -> None:
     """Print what was written, how exact it is, and how fast."""
     import rich
     from rich import box
@@ -95,7 +110,7 @@ def _tell(net: GatedMLP, made: Compact, exported: Exported, sizes: list[int]) ->
     for column in ("batch", "dense ms", "masked ms", "file ms", "file against dense"):
         found.add_column(column, justify="right")
     for size in sizes:
-        x = torch.randn(size, net.in_features)
+        x = torch.randn(size, *shape)
         with torch.inference_mode():
             ways: dict[str, Run] = {"dense": dense, "masked": net, "file": exported.run}
             runs = {name: partial(way, x) for name, way in ways.items()}
@@ -105,14 +120,14 @@ def _tell(net: GatedMLP, made: Compact, exported: Exported, sizes: list[int]) ->
     rich.print(found)
     whole = sum(p.numel() * p.element_size() for p in net.parameters())
     print(
-        f"{exported.files[0]}: {exported.size:,} bytes ({whole:,} of the trained net's weights); "
+        f"{exported.files[0]}: inputs {shape}, {exported.size:,} bytes ({whole:,} of the trained "
+        f"net's weights); "
         f"largest difference {exported.difference:.1e} of the largest output."
     )
     if len(exported.files) > 1:
-        loader = exported.files[-1]
         print(
-            f"Load it with {loader}, which needs torch and safetensors only: "
-            f"`from {loader.stem} import load; net = load('{exported.files[0].name}')`."
+            f"Load it with {exported.files[-1]}, which needs torch and safetensors only: "
+            f"`from load_net import load; net = load({exported.files[0].name!r})`."
         )
 
 
@@ -141,6 +156,8 @@ def _bench(args: list[str]) -> None:
     given = parser.parse_args(args)
     if (given.ckpt_path is None) == (given.shape is None):
         raise refusal("Give either --ckpt_path or --shape, as in --shape '[784, 256, 10]'.")
+    if given.rounds < 1:
+        raise refusal(f"`rounds` must be at least 1, got {given.rounds}.")
     sizes, device = _sizes(given.batch_sizes), _device(given.device)
     dtype = getattr(torch, given.dtype)
     x: Tensor | None = None
@@ -195,8 +212,10 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise refusal(f"There is no device {name!r}: give cpu or cuda.", error) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise refusal("There is no CUDA device here: leave --device at cpu.")
+    if device.type not in ("cpu", "cuda"):
+        raise refusal(f"`device` must be cpu or cuda, got {name!r}.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise refusal(f"There is no device {name!r} here: leave --device at cpu.")
     return device
 
 
@@ -216,13 +235,22 @@ def net_of(path: str) -> GatedMLP:
     return net
 
 
+def _shape_of(path: str) -> list[int]:
+    """Return the shape of one input of a checkpoint's net."""
+    saved = read_checkpoint(path)["hyper_parameters"].get("input_shape")
+    if saved is None:
+        return [net_of(path).in_features]
+    return [saved] if isinstance(saved, int) else list(saved)
+
+
 def _data_of(path: str, root: str | None, *, required: bool) -> pl.LightningDataModule | None:
     """Return the data of the run that a checkpoint is from, by the config in the run's folder."""
     checkpoint = Path(path).resolve()
     places = [folder / "config.yaml" for folder in list(checkpoint.parents)[:2]]
     config = next((place for place in places if place.is_file()), None)
-    spec: Any = None if config is None else yaml.safe_load(config.read_text("utf-8")).get("data")
-    if not spec or "class_path" not in spec:
+    whole: Any = None if config is None else yaml.safe_load(config.read_text("utf-8"))
+    spec: Any = whole.get("data") if isinstance(whole, dict) else None
+    if not isinstance(spec, dict) or "class_path" not in spec:
         if required:
             raise refusal(
                 "`min_usage` needs the run's data, and there is no config.yaml with it near "
@@ -236,10 +264,11 @@ def _data_of(path: str, root: str | None, *, required: bool) -> pl.LightningData
         data.prepare_data()
         data.setup("fit")
         data.setup("test")
-    except (OSError, RuntimeError, ModuleNotFoundError) as error:
+    except Exception as error:  # of whatever kind: a DataModule may be anybody's
+        reason = one_line(str(error))
         if required:
-            raise refusal(f"The run's data cannot be read ({error}): give --data_root.") from error
-        print(f"The run's data cannot be read ({error}): no accuracies.")
+            raise refusal(f"The run's data cannot be read ({reason}): give --data_root.") from error
+        print(f"The run's data cannot be read ({reason}).")
         return None
     return data
 
@@ -250,14 +279,14 @@ def inputs_of(path: str, count: int, root: str | None = None) -> Tensor:
     if data is None:
         print("Inputs are drawn at random.")
         return torch.randn(count, net_of(path).in_features)
-    found = torch.cat([x for x, _ in _batches(data, "validate")])
+    found = torch.cat([x for x, _ in _batches(data, "validate")]).flatten(1)
     return found.repeat(-(-count // len(found)), 1)[:count]
 
 
 def _batches(data: pl.LightningDataModule, part: str) -> Iterator[tuple[Tensor, Tensor]]:
     loader = data.val_dataloader() if part == "validate" else data.test_dataloader()
     for x, target, *_ in loader:
-        yield x.flatten(1), target
+        yield x, target
 
 
 @torch.inference_mode()

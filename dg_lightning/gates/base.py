@@ -59,6 +59,7 @@ class Gate(nn.Module, ABC):
     """
 
     input_dependent: bool
+    reads_half = False  # whether `logits` takes inputs in half precision, and widens them itself
     temperature: Tensor
     threshold: Tensor
     min_open: Tensor
@@ -153,7 +154,7 @@ class Gate(nn.Module, ABC):
     def decide(self, h: Tensor) -> Tensor:
         """Return g, one entry per block; leave it and its p behind."""
         with torch.autocast(h.device.type, enabled=False):
-            z = self.logits(h) / self.temperature
+            z = self.logits(h if self.reads_half else _widened(h)) / self.temperature
             p = open_probability(z, self.policy)
             if not self.training or self.policy in ("threshold", "top_k"):
                 g = deployed(p, self.threshold, self.k, self._floor)
@@ -220,6 +221,10 @@ def _count(name: str, value: int | float, total: int, least: int) -> int:
     if not least <= value <= total:
         raise ValueError(f"`{name}` must be from {least} to {total} gates, got {value}.")
     return value
+
+
+def _widened(h: Tensor) -> Tensor:
+    return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
 def at_least_float32(dtype: torch.dtype | None) -> torch.dtype:

@@ -34,6 +34,7 @@ class DynamicGate(Gate):
     """
 
     input_dependent = True
+    reads_half = True
 
     def __init__(
         self,

@@ -7,6 +7,10 @@ from torch import Tensor, nn
 
 __all__ = ["wide_linear"]
 
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# Products of half precision with a float32 result.
+_HAS_WIDE_PRODUCTS = _VERSION >= (2, 8) and torch.version.hip is None
+
 
 def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     """Return ``W h + b`` in the precision of the weights, which are float32 or wider.
@@ -14,7 +18,8 @@ def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     A gate reads all inputs to make few decisions, so its time is that of reading them; in float32
     they are twice as many bytes, and a copy must be written first.
     """
-    if h.dtype == torch.bfloat16 and h.is_cuda and not torch.compiler.is_compiling():
+    splits = _HAS_WIDE_PRODUCTS and h.is_cuda and h.dtype == torch.bfloat16
+    if splits and linear.weight.dtype == torch.float32 and not torch.compiler.is_compiling():
         product: Tensor = _SplitProduct.apply(h.flatten(0, -2), linear.weight)  # type: ignore[no-untyped-call]
         z: Tensor = product.unflatten(0, h.shape[:-1])
         return z if linear.bias is None else z + linear.bias

@@ -1,11 +1,12 @@
 """Bench: what gates save on this machine, beside what their MACs let expect."""
 
+import copy
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from dg_lightning.layers import GatedMLP
 from dg_lightning.protocol import gate_layers
 from dg_lightning.runtime.block_gated import BlockGatedMLP
 from dg_lightning.runtime.choice import fastest_compact, without_gates
+from dg_lightning.runtime.engines import forget_rooms
 from dg_lightning.runtime.sparse import SparseLinear, with_fast_connections
 from dg_lightning.runtime.timing import median_seconds, peak_bytes
 
@@ -71,7 +73,7 @@ def bench(
     Returns:
         A row for every way and size, and what was found on the way.
     """
-    net = net.eval()
+    net = copy.deepcopy(net).eval()
     like = net.output.weight
     if x is None:
         x = torch.randn(max(batch_sizes), net.in_features, device=like.device, dtype=like.dtype)
@@ -100,6 +102,7 @@ def bench(
             runs = {name: partial(way, batch) for name, way in ways.items()}
             taken = median_seconds(runs, like.device, rounds)
             for name, way in ways.items():
+                forget_rooms()  # so that the memory of every way is counted
                 peak = peak_bytes(partial(way, batch), like.device) / 2**20
                 rows.append(
                     Row(
@@ -137,7 +140,14 @@ def _filled(net: GatedMLP) -> GatedMLP:
 
 def _weight_bytes(way: Callable[[Tensor], Tensor]) -> int:
     assert isinstance(way, nn.Module)
-    return sum(p.numel() * p.element_size() for p in (*way.parameters(), *way.buffers()))
+    return sum(map(_bytes, (*way.parameters(), *way.buffers())))
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.strided:
+        return tensor.numel() * tensor.element_size()
+    parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return sum(map(_bytes, parts))
 
 
 def random_net(
@@ -163,23 +173,25 @@ def random_net(
         raise ValueError(f"`shape` must be inputs, hidden widths and outputs, got {list(widths)}.")
     if not 0 < open_rate <= 1:
         raise ValueError(f"`open_rate` must be above 0 and at most 1, got {open_rate}.")
-    kind = {"kind": "dynamic" if dynamic else "static", "block_size": block_size}
-    made = {"device": device, "dtype": dtype}
-    net = GatedMLP(widths[0], list(widths[1:-1]), widths[-1], gate=kind, **made)  # type: ignore[arg-type]
-    edge = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(1 - open_rate)))
+    kind: Any = {"kind": "dynamic" if dynamic else "static", "block_size": block_size}
+    made: Any = {"device": device, "dtype": dtype}
+    net = GatedMLP(widths[0], list(widths[1:-1]), widths[-1], gate=kind, **made)
+    h = torch.randn(512, widths[0], **made)
     with torch.no_grad():
-        for gate in gate_layers(net).values():
+        for layer in net.eval().layers():
+            gate: Any = layer.gate
             if dynamic:
-                first = gate.network[0]  # type: ignore[attr-defined]
-                # Logits of a standard normal input are standard normal; hidden ones are smaller.
+                first = gate.network[0]
                 first.weight.normal_(std=first.in_features**-0.5)
-                first.bias.fill_(-edge)
+                logits = gate.logits(h)
+                # The share of a batch of normal inputs that is to be open is above the edge.
+                first.bias -= torch.quantile(logits.flatten()[:100_000], 1 - open_rate)
             else:
-                logit = gate.logit  # type: ignore[attr-defined]
-                count = max(round(open_rate * len(logit)), 1)
-                logit.fill_(-1.0)
-                logit[torch.randperm(len(logit), device=logit.device)[:count]] = 1.0
-    return net.eval()
+                count = max(round(open_rate * gate.blocks), 1)
+                gate.logit.fill_(-1.0)
+                gate.logit[torch.randperm(gate.blocks, device=device)[:count]] = 1.0
+            h = layer(h)
+    return net
 
 
 def table(rows: Sequence[Row], title: str) -> "Table":

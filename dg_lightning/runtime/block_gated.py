@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from dg_lightning.gates import Gate
 from dg_lightning.layers import GatedLinear, GatedMLP
-from dg_lightning.runtime.engines import FeedForward, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.engines import FeedForward, by_blocks, by_open_rows, dense
 from dg_lightning.runtime.replay import Recording, Replays
 
 __all__ = ["BlockGatedMLP", "Engine", "run_gated"]
@@ -24,23 +25,25 @@ _RENEWED = 1000  # uses after which engines are compared again: open rates chang
 
 
 class BlockGatedMLP(GatedMLP):
-    """A `GatedMLP` whose input-dependent gates skip work: closed blocks are not computed.
+    """A `GatedMLP` whose input-dependent gates skip work: closed blocks need not be computed.
 
     It has the parameters, the state dict and the values of a `GatedMLP`, so a checkpoint of one
     loads into the other. A hidden layer is run by blocks where its gate depends on the input and is
     hard, nothing stands between product and activation, and the gate of the next layer does not
-    need the hidden units itself; every other layer runs as in a `GatedMLP`.
+    need the hidden units itself; every other layer, and one with hooks, runs as in a `GatedMLP`.
+    Where blocks are skipped, a closed gate learns nothing from the loss of that sample.
 
     Args:
         in_features: Number of inputs.
         hidden: Width of each hidden layer.
         num_classes: Number of outputs.
-        engine: `masked` computes all and multiplies. `blocks` multiplies each block with the
-            samples that open it. `rows` reads only the weights of open units, one sample after the
-            other (no gradients). `triton` has kernels of its own, on CUDA; `graph` records them and
-            the rest of the net as a CUDA graph (no gradients, in evaluation). `auto` takes the one
-            that is fastest for the batch at hand, by measuring; engines round differently, so a
-            training that must be repeatable bit by bit names one.
+        engine: `masked` is a `GatedMLP`: all is computed, and closed gates learn too. `blocks`
+            multiplies each block with the samples that open it. `rows` reads only the weights of
+            open units, one sample after the other (to learn, it is `blocks`). `triton` has kernels
+            of its own, on CUDA; `graph` records them and the rest of the net as a CUDA graph (in
+            evaluation, without gradients). `auto` takes the one that is fastest for the batch at
+            hand, by measuring, `dense` among them (all blocks, and the gradients of the others);
+            engines round differently, so a training that must be repeatable bit by bit names one.
         **options: The other arguments of `GatedMLP`.
 
     >>> gate = {"kind": "dynamic", "block_size": 16}
@@ -74,8 +77,9 @@ class BlockGatedMLP(GatedMLP):
         """Return a net that shares the layers of a `GatedMLP`, and skips work."""
         net = cls.__new__(cls)
         nn.Module.__init__(net)
-        vars(net).update({k: v for k, v in vars(mlp).items() if k != "_modules"})
-        net._modules = dict(mlp._modules)
+        # All but what every module has for itself, such as hooks.
+        vars(net).update({k: v for k, v in vars(mlp).items() if k not in vars(net)})
+        net.training, net._modules = mlp.training, dict(mlp._modules)
         net._set_engine(engine)
         return net
 
@@ -101,7 +105,7 @@ class BlockGatedMLP(GatedMLP):
         return self._eager(x, self.engine)
 
     def _can_record(self, x: Tensor) -> bool:
-        if self.engine not in ("auto", "graph") or not x.is_cuda:
+        if self.engine not in ("auto", "graph") or not x.is_cuda or x.dtype.itemsize != 2:
             return False
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -178,17 +182,23 @@ class BlockGatedMLP(GatedMLP):
             and not torch.compiler.is_compiling()
             and isinstance(gate, Gate)
             and gate.input_dependent
-            and (gate.policy in _HARD or not self.training)
+            and (gate.policy in _HARD or not gate.training)
             and isinstance(layer.norm, nn.Identity)
-            and (layer.dropout.p == 0 or not self.training)
+            and (layer.dropout.p == 0 or not layer.dropout.training)
             and (after is None or after.gate is None or not after.gate.input_dependent)
+            # Somebody who hangs on to a module wants it to be called.
+            and not any(_has_hooks(m) for m in (layer, *layer.children(), after or self.output))
+            and (after is None or not _has_hooks(after.linear))
         )
 
     def _run(self, x: Tensor, gate: Gate, net: FeedForward, engine: Engine) -> Tensor:
+        tensors = (x, *net.tensors, *gate.parameters())
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if engine != "auto":
-            return run_gated("triton" if engine == "graph" else engine, x, gate, net)
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *net.tensors))
-        key = (len(x).bit_length(), x.dtype, x.device, learns, net.first[0].shape)
+            name = {"graph": "triton", "rows": "blocks" if learns else "rows"}.get(engine, engine)
+            return run_gated(name, x, gate, net)
+        few = len(x) <= _FEW
+        key = (len(x).bit_length(), few, x.dtype, x.device, learns, net.first[0].shape)
         name, uses = self._fastest.get(key, ("", _RENEWED))
         if uses >= _RENEWED:
             name, uses = fastest_engine(x, gate, net, learns), 0
@@ -207,41 +217,50 @@ class BlockGatedMLP(GatedMLP):
 def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
     """Let the gate decide, and run what it opens by the engine of that name."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, net = x.to(dtype), net.to(dtype)
-    with torch.autocast(kind, enabled=False):
+    if not torch.is_autocast_enabled(kind):
         if engine == "triton":
             return _by_kernels(x, gate, net)
-        run = {"masked": masked, "blocks": by_blocks, "rows": by_open_rows}[engine]
-        return run(x, gate.decide(x), net)
+        return _ENGINES[engine](x, gate.decide(x), net)
+    g = gate.decide(x)  # reads what is there, as a gate does, before it is rounded
+    dtype = torch.get_autocast_dtype(kind)
+    x, net = x.to(dtype), net.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        if engine == "triton":
+            return _by_kernels(x, gate, net, g)
+        return _ENGINES[engine](x, g, net)
 
 
-def _by_kernels(x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
+_ENGINES = {"dense": dense, "blocks": by_blocks, "rows": by_open_rows}
+
+
+def _by_kernels(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
+    if not x.is_cuda:
+        raise ValueError(f"The engines triton and graph run on CUDA, got {x.device}: use 'auto'.")
     try:
         from dg_lightning.runtime.triton_engine import by_kernels, decided_by_kernel
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ModuleNotFoundError(
-            "The engine 'triton' needs Triton, which comes with torch for CUDA on Linux: "
-            "use another engine."
+            "The engine 'triton' needs Triton 3.3 or later, as torch for CUDA has it from 2.7 on: "
+            "use 'auto'."
         ) from error
-    packing = decided_by_kernel(gate, x)
-    g = gate.decide(x) if packing is None else gate.gate
+    packing = decided_by_kernel(gate, x) if g is None else None
+    if packing is not None:
+        g = gate.gate
+    elif g is None:
+        g = gate.decide(x)
     assert g is not None
     return by_kernels(x, g, net, packing)
 
 
 def candidates(x: Tensor, learns: bool) -> list[str]:
     """List the engines that can run a batch and may be the fastest."""
-    names = ["masked", "blocks"]
+    names = ["dense", "blocks"]
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if x.is_cuda and dtype.itemsize == 2 and torch.version.hip is None:
-        try:
-            import triton  # noqa: F401
-        except ModuleNotFoundError:
-            pass
-        else:
+        with suppress(ImportError):
+            import dg_lightning.runtime.triton_engine  # noqa: F401
+
             names.append("triton")
     if not x.is_cuda and len(x) <= _FEW and not learns:
         names.append("rows")
@@ -251,10 +270,12 @@ def candidates(x: Tensor, learns: bool) -> list[str]:
 def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> str:
     """Measure the engines on a batch, with the backward pass if it `learns`."""
     x = x.detach()
-    taken = {
-        name: _shortest(x, partial(_once, name, x, gate, net, learns))
-        for name in candidates(x, learns)
-    }
+    # Gates that draw must draw the same afterwards as if nobody had measured.
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        taken = {
+            name: _shortest(x, partial(_once, name, x, gate, net, learns))
+            for name in candidates(x, learns)
+        }
     return min(taken, key=lambda name: taken[name])
 
 
@@ -280,6 +301,10 @@ def _shortest(x: Tensor, run: Callable[[], object]) -> float:
         if attempt:
             best = min(best, time.perf_counter() - start)
     return best
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _wait(x: Tensor) -> None:

@@ -75,8 +75,7 @@ def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
     Returns:
         By the name of the hidden layer, a fraction for each block.
     """
-    training, samples = net.training, 0
-    net.eval()
+    net, samples = copy.deepcopy(net).eval(), 0
     layers = {f"hidden.{i}": layer for i, layer in enumerate(net.layers())}
     gates = {n: layer.gate for n, layer in layers.items() if layer.gate is not None}
     gates = {name: gate for name, gate in gates.items() if gate.input_dependent}
@@ -88,7 +87,6 @@ def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
             assert isinstance(gate.gate, Tensor)
             count = torch.count_nonzero(gate.gate, 0)
             opened[name] = opened[name] + count if name in opened else count
-    net.train(training)
     if gates and not samples:
         raise ValueError("Usage is measured on data, and there was none: give some batches.")
     return {name: count / samples for name, count in opened.items()}

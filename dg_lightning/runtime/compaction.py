@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dg_lightning.gates import DynamicGate, Gate
 from dg_lightning.gates.policies import deployed, logit_for, open_probability
 from dg_lightning.layers import GatedLinear, GatedMLP
-from dg_lightning.runtime.plain import build
+from dg_lightning.runtime.plain import GatedStep, build
 
 __all__ = ["Compact", "compact"]
 
@@ -74,6 +74,16 @@ def compact(
             "known who reads whom."
         )
     usage = usage or {}
+    names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]
+    if unknown := sorted(set(usage) - set(names)):
+        raise ValueError(f"`usage` names {unknown[0]!r}; there are {', '.join(names)}.")
+    if not 0 <= min_usage <= 1 or (min_usage and not usage):
+        raise ValueError(
+            f"`min_usage` must be from 0 to 1, and goes with `usage` (see `usage_of`), got "
+            f"{min_usage} and usage of {len(usage)} layers."
+        )
+    if multiple < 1:
+        raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
     stack = [
         _Layer(f"hidden.{i}", layer, usage.get(f"hidden.{i}"), min_usage)
         for i, layer in enumerate(net.layers())
@@ -149,12 +159,13 @@ class _Layer:
                 f"{name}: only our gates can be made compact, got a {type(gate).__name__}."
             )
         self.gate = gate
+        if gate.input_dependent and not isinstance(gate, DynamicGate):
+            raise TypeError(
+                f"{name}: of gates that depend on the input a DynamicGate can be made compact, got "
+                f"a {type(gate).__name__}."
+            )
         if isinstance(gate, DynamicGate):
             self.decision = [_Map(m) for m in gate.network if isinstance(m, nn.Linear)]
-            # Open where the logit is above τ logit(θ): from here on, above 0.
-            self.decision[-1].bias -= float(gate.temperature) * logit_for(
-                float(gate.threshold), gate.policy
-            )
             if usage is not None:
                 self.rare = (usage.cpu() < min_usage).repeat_interleave(gate.block_size)
                 self.gone |= self.rare
@@ -223,6 +234,9 @@ class _Layer:
             relu=any(isinstance(m, nn.ReLU) for m in gate.network),
             activation=activation,
             norm=self.norm is not None,
+            temperature=float(gate.temperature),
+            shift=logit_for(0.5, gate.policy),
+            threshold=float(gate.threshold),
             k=None if gate.k is None else min(gate.k, len(blocks)),
             floor=min(gate._floor, len(blocks)),
         )
@@ -268,7 +282,7 @@ class _Inputs:
         kept = _at_least(read, multiple)
         if not selects or len(kept) == self.width:
             return
-        steps.add("select", {"index": kept}, of=self.width, size=len(kept))
+        steps.add("select", {"index": kept}, size=len(kept))
         steps.units["inputs"] = (self.width, len(kept))
         for reader in self.first.readers:
             reader.weight = reader.weight[:, kept]
@@ -295,7 +309,12 @@ class _Steps:
         net.to(torch.promote_types(like.dtype, torch.float32))
         for module, state in zip(net, self.states, strict=True):
             module.load_state_dict(state)
-        net.to(like.device, like.dtype).requires_grad_(False)
+        for module in net.requires_grad_(False):
+            parts = module.children() if isinstance(module, GatedStep) else [module]
+            for part in parts:
+                # Gates decide in float32 or wider, whatever the net is in.
+                decides = isinstance(module, GatedStep) and part is module.gate
+                part.to(like.device, None if decides else like.dtype)
         return Compact(net, self.steps, self.units, self.notes)
 
 
@@ -341,7 +360,8 @@ def _affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
     """Return what a batch norm multiplies with and adds in evaluation."""
     if norm.running_mean is None or norm.running_var is None:
         raise TypeError("A batch norm without running statistics cannot be made compact.")
-    scale = (norm.running_var + norm.eps).rsqrt()
+    wide = torch.promote_types(norm.running_var.dtype, torch.float32)
+    scale = (norm.running_var.to(wide) + norm.eps).rsqrt()
     if norm.weight is not None:
         scale = scale * norm.weight
     shift = -norm.running_mean * scale

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["FeedForward", "by_blocks", "by_open_rows", "masked"]
+__all__ = [
+    "FeedForward",
+    "by_blocks",
+    "by_open_rows",
+    "dense",
+    "forget_rooms",
+    "masked",
+    "refuse_second_derivative",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +75,13 @@ def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     return F.linear(hidden * units, *net.second)
 
 
+def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """Compute every block, and let closed gates learn nothing: as the engines that skip them."""
+    if gate.requires_grad:
+        gate = torch.where(gate != 0, gate, gate.detach())
+    return masked(x, gate, net)
+
+
 def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Multiply each block with the samples that open it, one block after the other."""
     if not torch.is_grad_enabled():
@@ -102,8 +117,13 @@ def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     return total.index_add_(0, sample, packed)
 
 
-_MOST_ROOM = 2**28  # bytes of a tensor that is kept
+_MOST_ROOM = 2**26  # bytes of a tensor that is kept
 _rooms = threading.local()
+
+
+def forget_rooms() -> None:
+    """Give the memory back that this thread keeps for `by_blocks`."""
+    vars(_rooms).clear()
 
 
 def _room(name: str, like: Tensor, rows: int, width: int) -> Tensor:
@@ -156,6 +176,7 @@ class _ByBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        refuse_second_derivative()
         x, gate, first, second, *saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         kept = (x, gate, first, x.new_empty(len(first)), second)
@@ -183,6 +204,14 @@ class _ByBlocks(torch.autograd.Function):
                 of_x.index_add_(0, rows, of_raw @ first[units])
         of_second_bias = gradient.sum(0) if wanted[5] else None
         return of_x, of_gate, of_first, of_first_bias, of_second, of_second_bias, None, None
+
+
+def refuse_second_derivative() -> None:
+    """Raise in a backward pass that somebody wants to differentiate in turn."""
+    if torch.is_grad_enabled():  # it is, in a backward pass, with `create_graph` only
+        raise RuntimeError(
+            "A net that skips blocks has no second derivatives: use engine='masked' for those."
+        )
 
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:

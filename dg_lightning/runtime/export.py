@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ Format: TypeAlias = Literal["safetensors", "pt2", "onnx"]
 _ENDINGS = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
 _SAMPLES = 64
 _TOLERANCE = 1e-4  # of the largest output, for files in float32
-_MARGIN = 1e-3  # of a gate's logit: nearer to 0, rounding decides
+_MARGIN = 1e-4  # of p and its threshold: nearer than this, rounding decides
 
 
 @dataclass
@@ -62,8 +61,11 @@ def export(
     """
     if format not in _ENDINGS:
         raise ValueError(f"`format` must be one of {', '.join(_ENDINGS)}, got {format!r}.")
+    if not output.name:
+        raise ValueError(f"`output` must be a file, got {str(output)!r}: give its name too.")
     ending = _ENDINGS[format]
     output = output if output.suffix == ending else output.with_name(output.name + ending)
+    others = _beside(output, compacted) if format == "safetensors" else {}
     output.parent.mkdir(parents=True, exist_ok=True)
     plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
@@ -72,36 +74,61 @@ def export(
             raise TypeError(f"For a {type(net).__name__}, give inputs to compare on as `x`.")
         x = check_inputs(compacted, net)
     x = x.cpu().float()
-    write = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
     unfinished = output.with_name(f".{output.name}")
-    files = write(plain_net, compacted, unfinished, x)
-    unfinished.replace(output)
-    run = _reader(format, output)
-    with torch.inference_mode():
-        expected = masked(x)
-        difference = float((run(x) - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-    if not difference < _TOLERANCE:
-        raise RuntimeError(
-            f"{output} differs from the trained net by {difference:.1e} of its largest output, "
-            f"more than {_TOLERANCE:.0e}: please report it with the checkpoint."
+    try:
+        {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format](
+            plain_net, compacted, unfinished, x
         )
-    return Exported([output, *files], difference, run)
+        difference = _difference(_reader(format, unfinished), masked, x)
+        if not difference < _TOLERANCE:
+            raise RuntimeError(
+                f"What would be {output} differs from the trained net by {difference:.1e} of its "
+                f"largest output, more than {_TOLERANCE:.0e}, and is not kept: please report it "
+                "with the checkpoint."
+            )
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for path, text in others.items():
+        path.write_text(text, encoding="utf-8")
+    return Exported([output, *others], difference, _reader(format, output))
+
+
+@torch.inference_mode()
+def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -> float:
+    expected = masked(x)
+    return float((run(x) - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def _beside(output: Path, compacted: Compact) -> dict[Path, str]:
+    """Return what lies beside the weights; refuse to write over somebody else's file."""
+    loader = Path(plain.__file__).read_text("utf-8")
+    recipe = json.dumps({"format": 1, "steps": compacted.steps}, indent=2) + "\n"
+    texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}
+    for path, text in texts.items():
+        start = text.splitlines()[0]
+        if path.exists() and not path.read_text("utf-8", "replace").startswith(start):
+            raise ValueError(f"{path} is there already and not ours: export to another folder.")
+    return texts
 
 
 @torch.no_grad()
 def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> Tensor:
     """Draw inputs on which no gate stands on the edge, where rounding would decide."""
-    x = torch.randn(4 * samples, net.in_features, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * samples, net.in_features, generator=generator)
     sure = torch.ones(len(x), dtype=torch.bool)
 
     def look(step: plain.GatedStep, inputs: tuple[Tensor, ...]) -> None:
         nonlocal sure
-        z = step.logits(inputs[0]).float()
-        sure &= z.abs().amin(1) > _MARGIN
+        p = step.probability(inputs[0]).float().cpu()
+        if step.k is None:
+            sure &= (p - step.threshold).abs().amin(1) > _MARGIN
         least = max(step.k or 0, step.floor)
-        if 0 < least < z.shape[1]:
-            order = z.sort(descending=True).values
-            sure &= order[:, least - 1] - order[:, least] > _MARGIN
+        if 0 < least < p.shape[1]:
+            order = p.sort(descending=True).values
+            gap = order[:, least - 1] - order[:, least]
+            sure &= (gap > _MARGIN) | (gap == 0)  # of equal ones the first win
 
     steps = [m for m in compacted.net if isinstance(m, plain.GatedStep)]
     hooks = [step.register_forward_pre_hook(look) for step in steps]
@@ -109,32 +136,30 @@ def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> 
     compacted.net(x.to(like.device, like.dtype))
     for hook in hooks:
         hook.remove()
+    if not sure.any():
+        raise ValueError(
+            "Some gate stands on its edge for every input that was tried, so rounding decides what "
+            "the net says: train it first, or give inputs to compare on as `x`."
+        )
     return x[sure][:samples]
 
 
-def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> list[Path]:
+def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
     from safetensors.torch import save_file
 
     recipe = json.dumps({"format": 1, "steps": compacted.steps})
     weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
     save_file(weights, path, {"recipe": recipe})
-    target = path.with_name(path.name.removeprefix("."))
-    readable = target.with_suffix(".json")
-    readable.write_text(json.dumps({"format": 1, "steps": compacted.steps}, indent=2) + "\n")
-    loader = target.with_suffix(".py")
-    shutil.copyfile(plain.__file__, loader)
-    return [readable, loader]
 
 
-def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> list[Path]:
+def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
     with path.open("wb") as file:
         torch.export.save(program, file)
-    return []
 
 
-def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> list[Path]:
+def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
     program = torch.onnx.export(
         net,
         (x,),
@@ -146,7 +171,6 @@ def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> list
     )
     assert program is not None
     program.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
-    return []
 
 
 def _reader(format: Format, path: Path) -> Callable[[Tensor], Tensor]:

@@ -2,8 +2,7 @@
 
 The open (sample, block) pairs are packed: one row a pair, block by block, each block's rows padded
 to a multiple of `ROWS`, so that a tile of rows belongs to one block. Kernels read on the device how
-many rows there are: nothing here waits for it. They also run on a CPU under `TRITON_INTERPRET=1`,
-which is how they are tested without a GPU.
+many rows there are: nothing here waits for it. Without a GPU, Triton's interpreter tests them.
 """
 
 import triton

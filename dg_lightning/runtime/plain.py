@@ -2,7 +2,7 @@
 
 `dg-lightning export --format safetensors` puts a copy of it beside the weights:
 
-    from model import load
+    from load_net import load
     net = load("model.safetensors")
 """
 
@@ -18,9 +18,8 @@ __all__ = ["GatedStep", "Mask", "Select", "build", "load"]
 class Select(nn.Module):
     """Keeps some of the inputs."""
 
-    def __init__(self, of: int, size: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.of = of
         self.register_buffer("index", torch.zeros(size, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +50,10 @@ class GatedStep(nn.Module):
         relu: Whether the gate's network has ReLU between its maps.
         activation: Nonlinearity.
         norm: Whether a layer norm stands before it.
-        k: How many gates are open; where None, those whose logit is above 0.
+        temperature: What logits are divided by.
+        shift: What is taken off them then.
+        threshold: Above this p a gate is open.
+        k: How many gates are open, whatever the threshold; None is no such rule.
         floor: How many are open at least.
     """
 
@@ -64,38 +66,49 @@ class GatedStep(nn.Module):
         relu: bool,
         activation: str,
         norm: bool,
+        temperature: float,
+        shift: float,
+        threshold: float,
         k: int | None,
         floor: int,
     ) -> None:
         super().__init__()
         self.block, self.relu, self.k, self.floor = block, relu, k, floor
+        self.temperature, self.shift, self.threshold = temperature, shift, threshold
         self.linear = nn.Linear(inputs, outputs)
         self.norm = nn.LayerNorm(outputs) if norm else nn.Identity()
         self.activation = _ACTIVATIONS[activation]()
         widths = [inputs, *gate, outputs // block]
         self.gate = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return what each gate is decided by."""
-        z = x
+    def probability(self, x: Tensor) -> Tensor:
+        """Return p of each gate, in the precision of the gate's weights."""
+        z = x.to(self.gate[0].weight.dtype)  # type: ignore[arg-type]
         for index, layer in enumerate(self.gate):
             z = layer(torch.relu(z) if index and self.relu else z)
-        return z
+        return torch.sigmoid(z / self.temperature - self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the units, 0 where their gate is closed."""
-        z = self.logits(x)
-        is_open = z > 0 if self.k is None else torch.zeros_like(z, dtype=torch.bool)
+        p = self.probability(x)
+        is_open = p > self.threshold if self.k is None else torch.zeros_like(p, dtype=torch.bool)
         least = max(self.k or 0, self.floor)
         # Most samples open enough by themselves; a program that is written down cannot look.
         looks = least > 0 and self.k is None and not torch.compiler.is_compiling()
         if least and not (looks and bool((is_open.sum(-1) >= least).all())):
-            best = z.topk(least, dim=-1).indices
-            is_open = is_open.scatter(-1, best, torch.ones_like(best, dtype=torch.bool))
+            is_open = is_open | _largest(p, least)
         if self.block > 1:
             is_open = is_open.repeat_interleave(self.block, -1)
         hidden: Tensor = self.activation(self.norm(self.linear(x))) * is_open
         return hidden
+
+
+def _largest(p: Tensor, count: int) -> Tensor:
+    """Mark the largest; of equal ones the first win."""
+    last = p.topk(count, dim=-1).values[:, -1:]
+    above, tied = p > last, p == last
+    missing = count - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.long().cumsum(-1) <= missing))
 
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}

@@ -29,22 +29,25 @@ class Replays:
 
     def __init__(self, net: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         self._net, self._forward = net, forward
-        self._parameters = [*net.parameters(), *net.buffers()]
-        self._gates: list[Any] = list(gate_layers(net, required=False).values())
         self._kept: OrderedDict[Any, Recording] = OrderedDict()
 
     def __call__(self, x: Tensor) -> Tensor:
-        addresses = tuple(p.data_ptr() for p in self._parameters)
-        floors = tuple(getattr(gate, "_floor", None) for gate in self._gates)
+        addresses = tuple(p.data_ptr() for p in (*self._net.parameters(), *self._net.buffers()))
+        gates: list[Any] = list(gate_layers(self._net, required=False).values())
+        floors = tuple(getattr(gate, "_floor", None) for gate in gates)
         key = (x.shape, x.dtype, x.device, addresses, floors)
         recording = self._kept.get(key)
         if recording is None:
-            recording = self._kept[key] = Recording(self._forward, x.clone(), self._net)
+            with torch.inference_mode(False):  # else only that mode could use it again
+                recording = self._kept[key] = Recording(self._forward, x.clone(), self._net)
             if len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         recording.input.copy_(x)
-        return recording().clone()
+        out = recording().clone()
+        for gate in gates:
+            gate.probability, gate.gate = gate.probability.clone(), gate.gate.clone()
+        return out
 
 
 class Recording:
@@ -57,6 +60,8 @@ class Recording:
     """
 
     def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor, net: nn.Module) -> None:
+        if not x.is_cuda:
+            raise ValueError(f"Only a net on CUDA can be recorded, got an input on {x.device}.")
         self.input = x
         self._gates = list(gate_layers(net, required=False).values())
         aside = torch.cuda.Stream(x.device)
@@ -66,7 +71,7 @@ class Recording:
                 forward(x)
         torch.cuda.current_stream(x.device).wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self._graph):
+        with torch.no_grad(), torch.cuda.device(x.device), torch.cuda.graph(self._graph):
             self.output = forward(x)
         self._left = [(gate.probability, gate.gate) for gate in self._gates]
 

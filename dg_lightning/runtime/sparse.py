@@ -38,22 +38,27 @@ class SparseLinear(nn.Module):
         self.form, self.block = form, block
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.bias: Tensor | None
+        self.weight: Tensor
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
         if form == "block" and (weight.shape[0] % block or weight.shape[1] % block):
             raise ValueError(f"Blocks of {block} do not divide a weight of {tuple(weight.shape)}.")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse (CSR|BSR) tensor support is in beta")
-            self.weight: Tensor = weight
             if form == "block":
-                self.weight = weight.to_sparse_bsr((block, block))
+                weight = weight.to_sparse_bsr((block, block))
             elif form != "dense":
-                self.weight = weight.to_sparse_csr()
+                weight = weight.to_sparse_csr()
+        self.register_buffer("weight", weight)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if self.form == "dense":
             return F.linear(x, weight, self.bias)
+        if x.ndim != 2:
+            flat: Tensor = self(x.reshape(-1, x.shape[-1]))
+            return flat.reshape(*x.shape[:-1], self.out_features)
         if self.form == "bag":
             # One bag an output; a bag may be empty.
             rows, columns, values = weight.crow_indices(), weight.col_indices(), weight.values()

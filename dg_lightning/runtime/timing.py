@@ -94,4 +94,5 @@ class _Allocations(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no storage

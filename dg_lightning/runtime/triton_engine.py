@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.gates import DynamicGate, Gate
-from dg_lightning.runtime.engines import FeedForward
+from dg_lightning.runtime.engines import FeedForward, refuse_second_derivative
 from dg_lightning.runtime.packing import Packing
 
 __all__ = ["by_kernels", "decided_by_kernel"]
@@ -14,7 +14,11 @@ __all__ = ["by_kernels", "decided_by_kernel"]
 
 def by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
     """Compute the open blocks by our own kernels."""
-    x = x.contiguous()
+    with torch.cuda.device_of(x):  # where kernels are launched
+        return _by_kernels(x.contiguous(), gate, net, packing)
+
+
+def _by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
     name = activation_name(net.activation)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
     if packing is None:
@@ -26,7 +30,7 @@ def by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | Non
     if learns:
         out: Tensor = _GatedFeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
-    return _forward(*arguments, None)[0]
+    return _forward(x, *arguments[2:], None)[0]
 
 
 def decided_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
@@ -42,7 +46,8 @@ def decided_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
     if not simple or torch.is_grad_enabled() or not x.is_cuda or x.dtype.itemsize != 2:
         return None
     assert isinstance(gate, DynamicGate)
-    return Packing.decided(gate, x.contiguous())
+    with torch.cuda.device_of(x):
+        return Packing.decided(gate, x.contiguous())
 
 
 def activation_name(activation: Any) -> str:
@@ -59,7 +64,6 @@ def activation_name(activation: Any) -> str:
 
 def _forward(
     x: Tensor,
-    gate: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
     second: Tensor,
@@ -98,7 +102,7 @@ class _GatedFeedForward(torch.autograd.Function):
     ) -> Tensor:
         raw = x.new_empty(packing.rows, block)
         weights = first, first_bias, second, second_bias
-        out, hidden = _forward(x, gate, *weights, block, activation, packing, raw)
+        out, hidden = _forward(x, *weights, block, activation, packing, raw)
         ctx.save_for_backward(x, first, second, raw, hidden)
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = gate.dtype
@@ -106,6 +110,7 @@ class _GatedFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        refuse_second_derivative()
         x, first, second, raw, hidden = ctx.saved_tensors
         packing: Packing = ctx.packing
         of_x = of_gate = of_first = of_first_bias = of_second = of_second_bias = None

@@ -44,7 +44,7 @@ def test_export_writes_checks_and_tells(
         assert part in said
     assert path.read_bytes() == before
     if format == "safetensors":
-        assert "from net import load" in said
+        assert "from load_net import load" in said
         model = GatedClassifier.load_from_checkpoint(path).eval()
         x = torch.randn(5, 64)
         found = load(str(tmp_path / "net.safetensors"))(x)
@@ -88,6 +88,9 @@ def test_bench_of_a_checkpoint_and_of_a_shape(
         (["bench", "--shape=[8,4]"], "`shape` must be"),
         (["bench", "--shape=[8,4,2]", "--device=gpu0"], "There is no device 'gpu0'"),
         (["bench", "--shape=[8,4,2]", "--batch_sizes=[0]"], "`batch_sizes` must be"),
+        (["bench", "--shape=[8,4,2]", "--rounds=0"], "`rounds` must be"),
+        (["bench", "--shape=[8,4,2]", "--device=mps"], "`device` must be cpu or cuda"),
+        (["bench", "--shape=[8,4,2]", "--device=cuda:99"], "There is no device 'cuda:99'"),
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--format=h5"], "format"),

@@ -53,11 +53,29 @@ def test_every_way_has_a_row_for_every_batch_size(dynamic: bool, tmp_path: Path)
     assert (tmp_path / "bench.png").stat().st_size > 5000
 
 
-def test_sparse_connections_are_mentioned() -> None:
+def test_sparse_connections_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     net = GatedMLP(64, [64], 8)
     net.layers()[0].linear.weight.data *= torch.rand(64, 64) < 0.1
     _, notes = bench(net, [4], rounds=2)
     assert any("of its connections" in note for note in notes)
+    from dg_lightning.runtime import sparse
+
+    monkeypatch.setattr(sparse, "fastest_form", lambda *_: {"dense": 1.0, "csr": 2.0})
+    rows, _ = bench(net, [4], rounds=2)  # where a sparse form is faster
+    assert rows[-1].way == "sparse"
+    assert rows[-1].peak_mb > 0
+    assert rows[-1].weights_mb < rows[0].weights_mb
+
+
+def test_every_layer_of_a_shape_opens_what_was_asked_for() -> None:
+    net = random_net(
+        [64, 256, 256, 8], 0.25, dynamic=True, block_size=8, device=CPU, dtype=torch.float32
+    )
+    x = torch.randn(400, 64)
+    net(x)
+    layers: Any = net.layers()
+    for layer in layers:
+        assert 0.15 < float(layer.gate.gate.mean()) < 0.35
 
 
 @pytest.mark.parametrize(

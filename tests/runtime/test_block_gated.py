@@ -63,7 +63,7 @@ def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
         seen.append("blocks")
         return real(*arguments)
 
-    monkeypatch.setattr(module, "by_blocks", watched)
+    monkeypatch.setitem(module._ENGINES, "blocks", watched)
     with torch.no_grad():
         BlockGatedMLP.of(net, "blocks")(torch.randn(9, 12))
         assert seen == ["blocks"]
@@ -76,7 +76,7 @@ def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
 
 
 def test_soft_gates_and_dropout_in_training_are_masked(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "by_blocks", lambda *_: pytest.fail("it must not skip"))
+    monkeypatch.setitem(module._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
     for options in ({"gate": {**DYNAMIC, "policy": "soft"}}, {"gate": DYNAMIC, "dropout": 0.1}):
         BlockGatedMLP(12, [32], 5, engine="blocks", **options).train()(torch.randn(3, 12))
 
@@ -101,6 +101,17 @@ def test_autocast_gives_half_precision() -> None:
     assert out.dtype == torch.bfloat16
 
 
+def test_under_autocast_gates_decide_on_what_is_not_rounded() -> None:
+    net = randomised(GatedMLP(12, [64], 5, gate={"kind": "dynamic"}))
+    x = torch.randn(400, 12)
+    fast = BlockGatedMLP.of(net, "blocks")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        net(x)
+        expected = net.layers()[0].gate.gate
+        fast(x)
+    assert torch.equal(net.layers()[0].gate.gate, expected)
+
+
 def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -> None:
     asked: list[int] = []
 
@@ -115,9 +126,9 @@ def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -
         for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
             net(torch.randn(size, 12))
     assert asked == [8, 8, 64]
-    assert module.candidates(torch.randn(1, 2), learns=False) == ["masked", "blocks", "rows"]
-    assert module.candidates(torch.randn(1, 2), learns=True) == ["masked", "blocks"]
-    assert module.candidates(torch.randn(9, 2), learns=False) == ["masked", "blocks"]
+    assert module.candidates(torch.randn(1, 2), learns=False) == ["dense", "blocks", "rows"]
+    assert module.candidates(torch.randn(1, 2), learns=True) == ["dense", "blocks"]
+    assert module.candidates(torch.randn(9, 2), learns=False) == ["dense", "blocks"]
 
 
 def test_layout_by_unit_changes_no_value() -> None:
@@ -173,3 +184,72 @@ def test_compiled_and_exported_it_is_masked() -> None:
     program = torch.export.export(fast, (x,))
     torch.testing.assert_close(program.module()(x), net(x))
     assert isinstance(fast, nn.Module)
+
+
+def test_all_engines_that_learn_have_the_same_gradients(monkeypatch: Any) -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC, dtype=torch.float64))
+    x = torch.randn(20, 12, dtype=torch.float64)
+    found = []
+    for name in ("dense", "blocks"):
+        monkeypatch.setattr(module, "fastest_engine", lambda *_, name=name: name)
+        loss = BlockGatedMLP.of(net)(x).square().sum()
+        found.append(torch.autograd.grad(loss, list(net.parameters())))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_rows_learn_by_blocks_and_frozen_weights_leave_gates_learning() -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("gate" in name)
+    engines: Any = ("rows", "auto")
+    for engine in engines:
+        BlockGatedMLP.of(net, engine)(torch.randn(2, 12)).square().sum().backward()
+    assert net.layers()[0].gate.network[0].weight.grad.ne(0).any()
+
+
+def test_gates_and_dropout_that_train_alone_are_masked(monkeypatch: Any) -> None:
+    monkeypatch.setitem(module._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
+    soft: Any = {**DYNAMIC, "policy": "soft"}
+    net = GatedMLP(12, [32], 5, gate=soft, dropout=0.1).eval()
+    fast = BlockGatedMLP.of(net, "blocks")
+    net.layers()[0].dropout.train()
+    fast(torch.randn(3, 12))
+    net.layers()[0].dropout.eval()
+    net.layers()[0].gate.train()  # type: ignore[union-attr]
+    fast(torch.randn(3, 12))
+
+
+def test_a_module_with_hooks_is_called() -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    calls: list[str] = []
+    net.layers()[0].linear.register_forward_hook(lambda *_: calls.append("linear"))
+    fast = BlockGatedMLP.of(net, "blocks")
+    fast.register_forward_hook(lambda *_: calls.append("fast"))
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(fast(x), net(x))
+    assert calls == ["linear", "fast", "linear"]  # the net itself has no hook of the other
+
+
+def test_measuring_draws_nothing() -> None:
+    gate: Any = {**DYNAMIC, "policy": "bernoulli"}
+    net = BlockGatedMLP(12, [32], 5, gate=gate).train()
+    torch.manual_seed(3)
+    first = net(torch.ones(8, 12))
+    torch.manual_seed(3)
+    torch.testing.assert_close(net(torch.ones(8, 12)), first)  # now without measuring
+
+
+@pytest.mark.parametrize("engine", ["triton", "graph"])
+def test_engines_of_cuda_say_so_on_a_cpu(engine: Any) -> None:
+    net = BlockGatedMLP(12, [32], 5, gate=DYNAMIC, engine=engine).eval()
+    with pytest.raises(ValueError, match="run on CUDA, got cpu"), torch.no_grad():
+        net(torch.randn(3, 12))
+    with pytest.raises(ValueError, match="Only a net on CUDA"):
+        net.record(torch.randn(3, 12))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    net = BlockGatedMLP(12, [32], 5, gate=DYNAMIC, engine="blocks")
+    x = torch.randn(3, 12, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no second derivatives: use engine='masked'"):
+        torch.autograd.grad(net(x).sum(), x, create_graph=True)

@@ -27,6 +27,13 @@ GATES: Any = {
         "min_open": 3,
     },
     "dynamic top k": {"kind": "dynamic", "policy": "top_k", "k": 5},
+    "dynamic saturated top k": {
+        "kind": "dynamic",
+        "policy": "top_k",
+        "k": 4,
+        "temperature": 0.001,
+    },
+    "dynamic threshold 0": {"kind": "dynamic", "threshold": 0.0},
     "dynamic hard concrete": {"kind": "dynamic", "policy": "hard_concrete"},
 }
 
@@ -162,3 +169,27 @@ def test_half_precision_stays_and_a_net_without_hidden_layers_works() -> None:
     linear = randomised(GatedMLP(5, [], 2, input_gate=STATIC))
     x = torch.randn(3, 5)
     torch.testing.assert_close(compact(linear).net(x), linear(x))
+
+
+def test_gates_of_a_half_precision_net_decide_in_float32() -> None:
+    net = randomised(GatedMLP(64, [256], 10, gate={"kind": "dynamic"}, dtype=torch.bfloat16))
+    made: Any = compact(net)
+    x = torch.randn(100, 64, dtype=torch.bfloat16)
+    assert made.net[1].gate[0].weight.dtype == torch.float32
+    torch.testing.assert_close(made.net(x), net(x))
+    normed = GatedMLP(6, [8], 3, input_norm="batch", norm="batch").bfloat16().eval()
+    x = torch.randn(9, 6, dtype=torch.bfloat16)
+    torch.testing.assert_close(compact(normed).net(x), normed(x), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_usage": 0.5}, "goes with `usage`"),
+        ({"usage": {"net.hidden.0.gate": torch.ones(1)}, "min_usage": 0.5}, "there are hidden.0"),
+        ({"multiple": 0}, "`multiple` must be at least 1"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(options: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        compact(GatedMLP(6, [8], 3, gate={"kind": "dynamic"}), **options)

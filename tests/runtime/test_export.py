@@ -20,7 +20,7 @@ GATES = {"static": STATIC, "dynamic": FLOOR, "top k": TOP_K}
 WITHOUT_US = """
 import sys, torch
 sys.modules["dg_lightning"] = None  # an import of it fails
-from net import load
+from load_net import load
 torch.save(load("net.safetensors")(torch.load("x.pt")), "y.pt")
 """
 
@@ -55,12 +55,16 @@ def test_safetensors_load_without_us(tmp_path: Path) -> None:
     net = net_with(FLOOR)
     made = compact(net)
     exported = export(net, made, "safetensors", tmp_path / "net")
-    assert [path.name for path in exported.files] == ["net.safetensors", "net.json", "net.py"]
+    assert [path.name for path in exported.files] == [
+        "net.safetensors",
+        "net.recipe.json",
+        "load_net.py",
+    ]
     x = check_inputs(made, net)
     torch.save(x, tmp_path / "x.pt")
     subprocess.run([sys.executable, "-c", WITHOUT_US], cwd=tmp_path, check=True)
     torch.testing.assert_close(torch.load(tmp_path / "y.pt"), net(x), atol=1e-5, rtol=1e-5)
-    recipe = json.loads((tmp_path / "net.json").read_text())
+    recipe = json.loads((tmp_path / "net.recipe.json").read_text())
     assert recipe["format"] == 1
     assert [step["kind"] for step in recipe["steps"]][:2] == ["flatten", "select"]
 
@@ -79,8 +83,11 @@ def test_a_file_that_differs_is_not_called_done(tmp_path: Path) -> None:
     made = compact(net)
     last: Any = made.net[-1]
     last.bias += 1.0
+    (tmp_path / "net.safetensors").write_text("the one of yesterday")
     with pytest.raises(RuntimeError, match="differs from the trained net"):
         export(net, made, "safetensors", tmp_path / "net")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+    assert (tmp_path / "net.safetensors").read_text() == "the one of yesterday"
     with pytest.raises(ValueError, match="`format` must be one of safetensors, pt2, onnx"):
         export(net, made, "torchscript", tmp_path / "net")  # type: ignore[arg-type]
 
@@ -92,4 +99,25 @@ def test_inputs_for_the_check_stay_away_from_the_edge() -> None:
     step: Any = next(module for module in made.net if isinstance(module, GatedStep))
     h = made.net[1](x)  # the inputs that are read
     assert len(x) >= 20
-    assert step.logits(h).abs().min() > 1e-3
+    assert (step.probability(h) - step.threshold).abs().min() > 1e-4
+
+
+def test_a_file_of_the_users_is_not_written_over(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    net = net_with(STATIC)
+    (tmp_path / "load_net.py").write_text("import mine")
+    with pytest.raises(ValueError, match="is there already and not ours"):
+        export(net, compact(net), "safetensors", tmp_path / "net")
+    (tmp_path / "load_net.py").unlink()
+    for _ in range(2):  # our own may be
+        export(net, compact(net), "safetensors", tmp_path / "net")
+    with pytest.raises(ValueError, match="`output` must be a file"):
+        export(net, compact(net), "safetensors", Path("."))
+
+
+def test_gates_on_the_edge_for_every_input_are_said_so() -> None:
+    gate: Any = {"kind": "dynamic", "initial_open_rate": 0.5001}
+    net = GatedMLP(6, [4], 2, gate=gate).eval()
+    net.layers()[0].gate.network[0].bias.data.zero_()  # type: ignore[union-attr,index]
+    with pytest.raises(ValueError, match="stands on its edge for every input"):
+        check_inputs(compact(net), net)

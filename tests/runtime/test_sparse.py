@@ -62,3 +62,16 @@ def test_a_net_keeps_its_values_whatever_is_faster() -> None:
     assert len(notes) == 1
     assert "slower: using dense" in notes[0] or "times as fast as dense" in notes[0]
     assert isinstance(net[1], nn.Linear)
+
+
+@pytest.mark.parametrize("form", ["csr", "bag", "block"])
+def test_it_can_be_saved_and_takes_inputs_of_any_shape(form: Any) -> None:
+    linear = sparse_linear("block:16")
+    made = SparseLinear(linear, form)
+    assert set(made.state_dict()) == {"weight", "bias"}
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), linear(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(made(x[0, 0]), linear(x[0, 0]), atol=1e-5, rtol=1e-5)
+        double = made.double()(x.double())
+    torch.testing.assert_close(double.float(), linear(x).detach(), atol=1e-5, rtol=1e-5)
