@@ -185,7 +185,7 @@ def random_net(
                 first.weight.normal_(std=first.in_features**-0.5)
                 logits = gate.logits(h)
                 # The share of a batch of normal inputs that is to be open is above the edge.
-                first.bias -= torch.quantile(logits.flatten()[:100_000], 1 - open_rate)
+                first.bias -= torch.quantile(logits.float().flatten()[:100_000], 1 - open_rate)
             else:
                 count = max(round(open_rate * gate.blocks), 1)
                 gate.logit.fill_(-1.0)

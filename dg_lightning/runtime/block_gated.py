@@ -69,6 +69,7 @@ class BlockGatedMLP(GatedMLP):
             raise ValueError(f"`engine` must be one of {get_args(Engine)}, got {engine!r}.")
         self.engine = engine
         self._fastest: dict[tuple[Any, ...], tuple[str, int]] = {}
+        self._kept: dict[int, dict[Any, Any]] = {}  # views of each layer's weights
         self._replays: Replays | None = None
         self._replayed: dict[torch.Size, int | bool] = {}  # uses of a shape, or what was found
 
@@ -163,7 +164,9 @@ class BlockGatedMLP(GatedMLP):
                 gate = layer.gate
                 assert isinstance(gate, Gate)
                 reader = self.output if after is None else after.linear
-                net = FeedForward.of(layer.linear, layer.activation, reader, gate.block_size)
+                kept = self._kept.setdefault(index, {})
+                parts = layer.linear, layer.activation, reader
+                net = FeedForward.of(*parts, gate.block_size, kept)
                 product = self._run(h, gate, net, engine)
             elif product is None:
                 h = layer(h)
@@ -207,7 +210,8 @@ class BlockGatedMLP(GatedMLP):
 
     def __getstate__(self) -> dict[str, Any]:
         # What was measured and recorded belongs to this net on this device.
-        return {**self.__dict__, "_fastest": {}, "_replays": None, "_replayed": {}}
+        own: dict[str, Any] = {"_fastest": {}, "_kept": {}, "_replays": None, "_replayed": {}}
+        return {**self.__dict__, **own}
 
     @override
     def extra_repr(self) -> str:

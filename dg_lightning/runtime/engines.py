@@ -9,7 +9,7 @@ mixture of experts), while `masked` computes it and lets its gate learn.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,12 +36,15 @@ class FeedForward:
         activation: What is applied to its outputs, entry by entry.
         second: Weight ``(outputs, units)`` and bias of the map that reads them.
         block_size: How many neighbouring units share a gate.
+        kept: Where views of the weights may be kept; to make them anew takes a tenth of the time of
+            a small batch.
     """
 
     first: tuple[Tensor, Tensor | None]
     activation: Callable[[Tensor], Tensor]
     second: tuple[Tensor, Tensor | None]
     block_size: int
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -50,10 +53,28 @@ class FeedForward:
         activation: Callable[[Tensor], Tensor],
         second: nn.Linear,
         block_size: int,
+        kept: dict[Any, Any] | None = None,
     ) -> "FeedForward":
         """Make one of two layers."""
         maps = (first.weight, first.bias), (second.weight, second.bias)
-        return cls(maps[0], activation, maps[1], block_size)
+        return cls(maps[0], activation, maps[1], block_size, {} if kept is None else kept)
+
+    def block_views(self) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+        """Return for each block its first weights, transposed, its bias, and its second ones so.
+
+        They show what the weights are, whatever becomes of them in place.
+        """
+        (first, bias), (second, _) = self.first, self.second
+        key = (first.data_ptr(), second.data_ptr(), None if bias is None else bias.data_ptr())
+        if key not in self.kept:
+            self.kept.clear()  # of weights that have been replaced
+            size = self.block_size
+            firsts = [part.t() for part in first.detach().split(size)]
+            biases = [None] * len(firsts) if bias is None else list(bias.detach().split(size))
+            seconds = [part.t() for part in second.detach().split(size, 1)]
+            self.kept[key] = list(zip(firsts, biases, seconds, strict=True))
+        views: list[tuple[Tensor, Tensor | None, Tensor]] = self.kept[key]
+        return views
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -92,24 +113,24 @@ def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    (first, first_bias), (second, second_bias), block = net.first, net.second, net.block_size
+    second, second_bias = net.second
+    views = net.block_views()
     is_open = gate != 0
     sample = is_open.t().nonzero()[:, 1]
     counts = is_open.sum(0).tolist()
     inputs = _room("inputs", x, len(sample), x.shape[1])
-    hidden = _room("hidden", x, len(sample), block)
+    hidden = _room("hidden", x, len(sample), net.block_size)
     packed = _room("packed", x, len(sample), len(second))
     rows = torch.index_select(x, 0, sample, out=inputs).split(counts)
-    maps = zip(rows, first.split(block), hidden.split(counts), strict=True)
-    for index, (part, weight, out) in enumerate(maps):
-        if first_bias is None:
-            torch.mm(part, weight.t(), out=out)
+    for part, (weight, bias, _), out in zip(rows, views, hidden.split(counts), strict=True):
+        if bias is None:
+            torch.mm(part, weight, out=out)
         else:
-            torch.addmm(first_bias.narrow(0, index * block, block), part, weight.t(), out=out)
+            torch.addmm(bias, part, weight, out=out)
     hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
-    maps = zip(hidden.split(counts), second.split(block, 1), packed.split(counts), strict=True)
-    for part, weight, out in maps:
-        torch.mm(part, weight.t(), out=out)
+    parts, outs = hidden.split(counts), packed.split(counts)
+    for part, (_, _, weight), out in zip(parts, views, outs, strict=True):
+        torch.mm(part, weight, out=out)
     if second_bias is None:
         total = x.new_zeros(len(x), len(second))
     else:

@@ -15,18 +15,26 @@ from typing_extensions import override
 
 __all__ = ["median_seconds", "peak_bytes"]
 
-_LEAST = 0.01  # seconds of a measurement: calls are repeated until it is so long
-
 
 def median_seconds(
-    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 15
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 15,
+    least: float = 0.01,
 ) -> dict[str, float]:
-    """Return the median time of a call of each, measured in turns."""
+    """Return the median time of a call of each, measured in turns.
+
+    Args:
+        runs: What to call, by name.
+        device: What to wait for before and after a measurement.
+        rounds: How often each is measured.
+        least: Seconds of a measurement: calls are repeated until it is so long.
+    """
     repeats: dict[str, int] = {}
     for name, run in runs.items():
         for _ in range(3):
             run()
-        repeats[name] = max(1, math.ceil(_LEAST / max(_seconds(run, 3, device), 1e-9)))
+        repeats[name] = max(1, math.ceil(least / max(_seconds(run, 3, device), 1e-9)))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         names = list(runs) if turn % 2 else list(runs)[::-1]
