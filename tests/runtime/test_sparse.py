@@ -50,7 +50,7 @@ def test_a_full_map_is_left_dense_and_blocks_must_divide() -> None:
     with pytest.raises(ValueError, match="do not divide"):
         SparseLinear(nn.Linear(20, 16), "block")
     with pytest.raises(ValueError, match="`form` must be"):
-        SparseLinear(nn.Linear(16, 16), "coo")  # type: ignore[arg-type]
+        SparseLinear(nn.Linear(16, 16), "band")  # type: ignore[arg-type]
 
 
 def test_a_net_keeps_its_values_whatever_is_faster() -> None:
