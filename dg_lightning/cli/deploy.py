@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ Run: TypeAlias = Callable[[Tensor], Tensor]
 def deploy(args: list[str]) -> None:
     """Run one of the commands with the arguments behind that word."""
     command, *rest = args
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")  # of torch, about itself
     if command == "export":
         _export(rest)
     else:

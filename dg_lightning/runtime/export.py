@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,8 @@ def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
 
 
 def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
+    # It warns of operators of other packages.
+    logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     program = torch.onnx.export(
         net,
         (x,),
