@@ -1,8 +1,5 @@
 """A GatedMLP that runs only the blocks of units that its samples open."""
 
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias, get_args
 
@@ -12,14 +9,15 @@ from typing_extensions import override
 
 from dg_lightning.gates import Gate
 from dg_lightning.layers import GatedLinear, GatedMLP
-from dg_lightning.runtime.engines import FeedForward, by_blocks, by_open_rows, dense
+from dg_lightning.runtime.dispatch import FEW, candidates, fastest_engine, run_gated
+from dg_lightning.runtime.engines import FeedForward
 from dg_lightning.runtime.replay import Recording, Replays
+from dg_lightning.runtime.timing import shortest_seconds
 
-__all__ = ["BlockGatedMLP", "Engine", "run_gated"]
+__all__ = ["BlockGatedMLP", "Engine"]
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
 _HARD = ("threshold", "top_k", "bernoulli")
-_FEW = 4  # samples that the engine of open rows takes one by one
 _OFTEN = 10  # uses of a shape after which recording it is tried
 _RENEWED = 1000  # uses after which engines are compared again: open rates change in training
 
@@ -139,8 +137,8 @@ class BlockGatedMLP(GatedMLP):
         self._replayed[x.shape] = known + 1
         if known + 1 < _OFTEN:
             return False
-        eager = _shortest(x, partial(self._eager, x, self.engine))
-        faster = self._replayed[x.shape] = _shortest(x, partial(replays, x)) < eager
+        eager = shortest_seconds(partial(self._eager, x, self.engine), x.device)
+        faster = self._replayed[x.shape] = shortest_seconds(partial(replays, x), x.device) < eager
         return faster
 
     def record(self, x: Tensor) -> "Recording":
@@ -200,7 +198,7 @@ class BlockGatedMLP(GatedMLP):
         if engine != "auto":
             name = {"graph": "triton", "rows": "blocks" if learns else "rows"}.get(engine, engine)
             return run_gated(name, x, gate, net)
-        few = len(x) <= _FEW
+        few = len(x) <= FEW
         key = (len(x).bit_length(), few, x.dtype, x.device, learns, net.first[0].shape)
         name, uses = self._fastest.get(key, ("", _RENEWED))
         if uses >= _RENEWED:
@@ -218,99 +216,5 @@ class BlockGatedMLP(GatedMLP):
         return f"engine={self.engine}"
 
 
-def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
-    """Let the gate decide, and run what it opens by the engine of that name."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        if engine == "triton":
-            return _by_kernels(x, gate, net)
-        return _ENGINES[engine](x, gate.decide(x), net)
-    g = gate.decide(x)  # reads what is there, as a gate does, before it is rounded
-    dtype = torch.get_autocast_dtype(kind)
-    x, net = x.to(dtype), net.to(dtype)
-    with torch.autocast(kind, enabled=False):
-        if engine == "triton":
-            return _by_kernels(x, gate, net, g)
-        return _ENGINES[engine](x, g, net)
-
-
-_ENGINES = {"dense": dense, "blocks": by_blocks, "rows": by_open_rows}
-
-
-def _by_kernels(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
-    if not x.is_cuda:
-        raise ValueError(f"The engines triton and graph run on CUDA, got {x.device}: use 'auto'.")
-    try:
-        from dg_lightning.runtime.triton_engine import by_kernels, decided_by_kernel
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "The engine 'triton' needs Triton 3.3 or later, as torch for CUDA has it from 2.7 on: "
-            "use 'auto'."
-        ) from error
-    packing = decided_by_kernel(gate, x) if g is None else None
-    if packing is not None:
-        g = gate.gate
-    elif g is None:
-        g = gate.decide(x)
-    assert g is not None
-    return by_kernels(x, g, net, packing)
-
-
-def candidates(x: Tensor, learns: bool) -> list[str]:
-    """List the engines that can run a batch and may be the fastest."""
-    names = ["dense", "blocks"]
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if x.is_cuda and dtype.itemsize == 2 and torch.version.hip is None:
-        with suppress(ImportError):
-            import dg_lightning.runtime.triton_engine  # noqa: F401
-
-            names.append("triton")
-    if not x.is_cuda and len(x) <= _FEW and not learns:
-        names.append("rows")
-    return names
-
-
-def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> str:
-    """Measure the engines on a batch, with the backward pass if it `learns`."""
-    x = x.detach()
-    # Gates that draw must draw the same afterwards as if nobody had measured.
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        taken = {
-            name: _shortest(x, partial(_once, name, x, gate, net, learns))
-            for name in candidates(x, learns)
-        }
-    return min(taken, key=lambda name: taken[name])
-
-
-def _once(name: str, x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> None:
-    with torch.set_grad_enabled(learns):
-        if not learns:
-            run_gated(name, x, gate, net)
-            return
-        inputs = x.clone().requires_grad_()
-        out = run_gated(name, inputs, gate, net)
-        weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
-        torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
-
-
-def _shortest(x: Tensor, run: Callable[[], object]) -> float:
-    """Return the shorter of two runs, after one that may compile something."""
-    best = float("inf")
-    for attempt in range(3):
-        _wait(x)
-        start = time.perf_counter()
-        run()
-        _wait(x)
-        if attempt:
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def _wait(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

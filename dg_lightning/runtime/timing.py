@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-__all__ = ["median_seconds", "peak_bytes"]
+__all__ = ["median_seconds", "peak_bytes", "shortest_seconds"]
 
 
 def median_seconds(
@@ -41,6 +41,12 @@ def median_seconds(
         for name in names:
             taken[name].append(_seconds(runs[name], repeats[name], device))
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the shorter time of two calls, after one that may compile something."""
+    run()
+    return min(_seconds(run, 1, device) for _ in range(2))
 
 
 def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:

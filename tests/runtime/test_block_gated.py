@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedClassifier, GatedMLP
 from dg_lightning.callbacks import GateMonitor, GatePenalty
-from dg_lightning.runtime import BlockGatedMLP, block_gated, engines
+from dg_lightning.runtime import BlockGatedMLP, block_gated, dispatch, engines
 
 module: Any = block_gated
 
@@ -63,7 +63,7 @@ def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
         seen.append("blocks")
         return real(*arguments)
 
-    monkeypatch.setitem(module._ENGINES, "blocks", watched)
+    monkeypatch.setitem(dispatch._ENGINES, "blocks", watched)
     with torch.no_grad():
         BlockGatedMLP.of(net, "blocks")(torch.randn(9, 12))
         assert seen == ["blocks"]
@@ -76,7 +76,7 @@ def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
 
 
 def test_soft_gates_and_dropout_in_training_are_masked(monkeypatch: Any) -> None:
-    monkeypatch.setitem(module._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
+    monkeypatch.setitem(dispatch._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
     for options in ({"gate": {**DYNAMIC, "policy": "soft"}}, {"gate": DYNAMIC, "dropout": 0.1}):
         BlockGatedMLP(12, [32], 5, engine="blocks", **options).train()(torch.randn(3, 12))
 
@@ -126,9 +126,9 @@ def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -
         for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
             net(torch.randn(size, 12))
     assert asked == [8, 8, 64]
-    assert module.candidates(torch.randn(1, 2), learns=False) == ["dense", "blocks", "rows"]
-    assert module.candidates(torch.randn(1, 2), learns=True) == ["dense", "blocks"]
-    assert module.candidates(torch.randn(9, 2), learns=False) == ["dense", "blocks"]
+    assert dispatch.candidates(torch.randn(1, 2), learns=False) == ["dense", "blocks", "rows"]
+    assert dispatch.candidates(torch.randn(1, 2), learns=True) == ["dense", "blocks"]
+    assert dispatch.candidates(torch.randn(9, 2), learns=False) == ["dense", "blocks"]
 
 
 def test_layout_by_unit_changes_no_value() -> None:
@@ -208,7 +208,7 @@ def test_rows_learn_by_blocks_and_frozen_weights_leave_gates_learning() -> None:
 
 
 def test_gates_and_dropout_that_train_alone_are_masked(monkeypatch: Any) -> None:
-    monkeypatch.setitem(module._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
+    monkeypatch.setitem(dispatch._ENGINES, "blocks", lambda *_: pytest.fail("it must not skip"))
     soft: Any = {**DYNAMIC, "policy": "soft"}
     net = GatedMLP(12, [32], 5, gate=soft, dropout=0.1).eval()
     fast = BlockGatedMLP.of(net, "blocks")
