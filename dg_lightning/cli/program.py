@@ -41,6 +41,7 @@ _NOISE = (
 )
 _QUIET = "--quiet"
 _DEPLOY = ("export", "bench")
+_INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 _ADVERTISING = "Tip: For seamless cloud"
 
 
@@ -65,6 +66,9 @@ def main(args: Sequence[str] | None = None) -> None:
             deploy(given)
         else:
             run_command(given)
+    except KeyboardInterrupt:  # no fault at all; a training is ended well by Lightning itself
+        sys.stderr.write("dg-lightning: interrupted.\n")
+        raise SystemExit(_INTERRUPTED) from None
     except Exception as error:  # whose fault it is, type and origin tell together
         if not is_users_error(error):
             raise

@@ -1,6 +1,7 @@
 """The commands `export` and `bench`."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,24 @@ def test_bad_input_is_refused_in_one_line(
     error: Any = capsys.readouterr().err
     assert says in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_an_interruption_is_one_line_and_leaves_nothing_unfinished(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+
+    def interrupt(*_: object) -> None:
+        assert [path.name for path in tmp_path.iterdir()] == [".net.safetensors"]  # written by now
+        raise KeyboardInterrupt
+
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["dg_lightning.runtime.export"], "_difference", interrupt)
+    path = str(checkpoint(runs, "dynamicgate"))
+    options = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", "--ckpt_path", path, *options])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "dg-lightning: interrupted.\n"
+    assert not list(tmp_path.iterdir())
