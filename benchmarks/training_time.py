@@ -154,6 +154,8 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
+    # As the program does at its start; threads that are there before it would not take it over.
+    torch.set_flush_denormal(True)
     seconds = {
         # The first epoch has what is done once.
         name: statistics.median(times[1:])

@@ -164,6 +164,15 @@ class GatedClassifier(pl.LightningModule):
             self.class_weights.copy_(torch.as_tensor(weights))
 
     @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the name of every hook that it calls, 48 times a step, and a module asks
+        # of every attribute whether it is a parameter.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @override
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(x)
         return logits
