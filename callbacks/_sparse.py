@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import log_of_step, logs_now
 from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections
 from dg_lightning.schedules import Clock
 
@@ -162,7 +162,7 @@ class Sparse(MaskedLayers):
             self._logged_at = changed_at
             for name, c in self.connections.items():
                 for key, value in c.figures().items():
-                    pl_module.log(f"rewire/{key}/{name}", value)
+                    log_of_step(pl_module, f"rewire/{key}/{name}", value)
 
     @override
     def on_exception(

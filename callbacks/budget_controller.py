@@ -13,7 +13,7 @@ from typing_extensions import override
 from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, Multiplier, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import log_of_step, logs_now
 from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
@@ -218,8 +218,8 @@ class BudgetController(pl.Callback):
         rates = self.pressure.act(trainer, pl_module, loss, gradient_of)
         if rates is not None and logs_now(trainer):
             for (name, budget), part in zip(self._budgets.items(), rates.split(sizes), strict=True):
-                pl_module.log(self._key("gates/penalty", name), budget.usage(part))
-                pl_module.log(self._key("gates/penalty_weight", name), weights[name])
+                log_of_step(pl_module, self._key("gates/penalty", name), budget.usage(part))
+                log_of_step(pl_module, self._key("gates/penalty_weight", name), weights[name])
 
     @override
     def on_train_batch_end(
@@ -246,8 +246,8 @@ class BudgetController(pl.Callback):
         for name, budget in self._budgets.items():
             used = mean_over_ranks(trainer, budget.used())
             allowed = self._allowed_at[name](step)
-            pl_module.log(self._key("gates/budget_used", name), used)
-            pl_module.log(self._key("gates/budget_allowed", name), allowed)
+            log_of_step(pl_module, self._key("gates/budget_used", name), used)
+            log_of_step(pl_module, self._key("gates/budget_allowed", name), allowed)
             self._used[name] = used
             if self._frozen is not None:
                 landing = self._landings[name]

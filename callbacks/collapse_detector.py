@@ -11,6 +11,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
 from dg_lightning.deployed import floor_of
 from dg_lightning.gate_statistics import GateFigures, GateStatistics, unit_rates
+from dg_lightning.log_steps import log_of_step
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.rescue import Rescue
 from dg_lightning.schedules import Clock
@@ -144,7 +145,7 @@ class CollapseDetector(pl.Callback):
         # Lightning goes over every key in every step: only modes that have been seen become one.
         shown = [verdict.mode for verdict in found.values()]
         for mode in dict.fromkeys(verdict["mode"] for verdict in self.verdicts):
-            pl_module.log(f"collapse/{mode}", float(shown.count(mode)))
+            log_of_step(pl_module, f"collapse/{mode}", float(shown.count(mode)))
 
     def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
         """Join what was measured with what the schedules say."""

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dg_lightning.dashboards import GateTables, define_metrics, run_folder
 from dg_lightning.gate_activity import GateHistory, LookBack
 from dg_lightning.gate_statistics import unit_rates
-from dg_lightning.log_steps import logged_step, logs_now
+from dg_lightning.log_steps import log_of_step, logged_step, logs_now
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.step_hooks import only_used_hooks
 
@@ -211,8 +211,8 @@ class GateMonitor(pl.Callback):
         for name, g_of_gate, p_of_gate in zip(
             self._gates, opened.split(sizes), p.split(sizes), strict=True
         ):
-            pl_module.log(f"gates/open_rate_g/{name}", g_of_gate.mean())
-            pl_module.log(f"gates/open_rate_p/{name}", p_of_gate.mean())
+            log_of_step(pl_module, f"gates/open_rate_g/{name}", g_of_gate.mean())
+            log_of_step(pl_module, f"gates/open_rate_p/{name}", p_of_gate.mean())
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

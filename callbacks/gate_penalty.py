@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.compute import linear_maps
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import log_of_step, logs_now
 from dg_lightning.penalties import (
     MacsPrices,
     Usage,
@@ -186,8 +186,10 @@ class GatePenalty(pl.Callback):
             suffix = "" if self.name is None else f"/{self.name}"
             factors = [slots.factor for slots in self.pressure.slots(trainer)]
             usage = usage_term(self.usage, rates, **self._terms(trainer, rates))
-            pl_module.log(f"gates/penalty{suffix}", usage)
-            pl_module.log(f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors))
+            log_of_step(pl_module, f"gates/penalty{suffix}", usage)
+            log_of_step(
+                pl_module, f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors)
+            )
 
     @override
     def on_exception(

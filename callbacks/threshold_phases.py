@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
-from dg_lightning.log_steps import logs_now
+from dg_lightning.log_steps import log_of_step, logs_now
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
@@ -133,5 +133,5 @@ class ThresholdPhases(pl.Callback):
         if logs_now(trainer):
             suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
             for suffix in suffixes:
-                pl_module.log(f"gates/threshold{suffix}", threshold)
-                pl_module.log(f"gates/keep_target{suffix}", keep)
+                log_of_step(pl_module, f"gates/threshold{suffix}", threshold)
+                log_of_step(pl_module, f"gates/keep_target{suffix}", keep)

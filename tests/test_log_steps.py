@@ -1,0 +1,63 @@
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+from dg_lightning.log_steps import log_of_step, logs_now
+
+
+class Both(pl.Callback):
+    """Logs numbers and tensors in several hooks, by Lightning's way and by ours."""
+
+    def _log(self, pl_module: Any, hook: str, value: float) -> None:
+        for kind, logged in (("number", value), ("tensor", torch.tensor(value))):
+            pl_module.log(f"theirs/{hook}/{kind}", logged)
+            log_of_step(pl_module, f"ours/{hook}/{kind}", logged)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if logs_now(trainer):
+            self._log(pl_module, "start", float(trainer.global_step))
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.global_step != 5:  # a step that has none
+            self._log(pl_module, "backward", 1 / (1 + trainer.global_step))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.current_epoch == 1:  # a key that comes late
+            self._log(pl_module, "end", -float(trainer.global_step))
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_value_of_a_step_is_seen_by_everybody_as_if_lightning_had_logged_it(
+    interval: int, accumulate: int, tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(
+        max_epochs=3,
+        limit_train_batches=7,
+        limit_val_batches=1,
+        accelerator="cpu",
+        accumulate_grad_batches=accumulate,
+        log_every_n_steps=interval,
+        callbacks=[Both()],
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    rows = list(csv.DictReader((Path(trainer.log_dir or "") / "metrics.csv").open()))
+    theirs = [key for key in rows[0] if key.startswith("theirs")]
+    assert len(theirs) == 6
+    for key in theirs:
+        ours = key.replace("theirs", "ours")
+        assert [row[ours] for row in rows] == [row[key] for row in rows]
+        assert any(row[key] for row in rows)
+        for seen in (trainer.callback_metrics, trainer.logged_metrics):
+            assert (ours in seen) == (key in seen)
+            assert ours not in seen or seen[ours] == seen[key]
