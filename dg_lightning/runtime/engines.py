@@ -10,7 +10,8 @@ mixture of experts), while `masked` computes it and lets its gate learn.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,8 @@ class FeedForward:
         maps = (first.weight, first.bias), (second.weight, second.bias)
         return cls(maps[0], activation, maps[1], block_size, {} if kept is None else kept)
 
-    def block_views(self) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Return for each block its first weights, transposed, its bias, and its second ones so.
+    def blocks(self) -> list["Block"]:
+        """Return each block.
 
         They show what the weights are, whatever becomes of them in place.
         """
@@ -69,12 +70,15 @@ class FeedForward:
         if key not in self.kept:
             self.kept.clear()  # of weights that have been replaced
             size = self.block_size
-            firsts = [part.t() for part in first.detach().split(size)]
+            firsts = first.detach().split(size)
             biases = [None] * len(firsts) if bias is None else list(bias.detach().split(size))
-            seconds = [part.t() for part in second.detach().split(size, 1)]
-            self.kept[key] = list(zip(firsts, biases, seconds, strict=True))
-        views: list[tuple[Tensor, Tensor | None, Tensor]] = self.kept[key]
-        return views
+            seconds = second.detach().split(size, 1)
+            self.kept[key] = [
+                Block(one, one.t(), bias_of_one, two, two.t())
+                for one, bias_of_one, two in zip(firsts, biases, seconds, strict=True)
+            ]
+        blocks: list[Block] = self.kept[key]
+        return blocks
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -87,6 +91,16 @@ class FeedForward:
             (w.to(dtype), None if b is None else b.to(dtype)) for w, b in (self.first, self.second)
         )
         return FeedForward(first, self.activation, second, self.block_size)
+
+
+class Block(NamedTuple):
+    """The weights of a block, as views of those of all, and transposed."""
+
+    first: Tensor
+    first_t: Tensor
+    bias: Tensor | None
+    second: Tensor
+    second_t: Tensor
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
@@ -113,29 +127,57 @@ def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    second, second_bias = net.second
-    views = net.block_views()
+    second, _ = net.second
+    every = net.blocks()
     is_open = gate != 0
     sample = is_open.t().nonzero()[:, 1]
     counts = is_open.sum(0).tolist()
-    inputs = _room("inputs", x, len(sample), x.shape[1])
-    hidden = _room("hidden", x, len(sample), net.block_size)
-    packed = _room("packed", x, len(sample), len(second))
-    rows = torch.index_select(x, 0, sample, out=inputs).split(counts)
-    for part, (weight, bias, _), out in zip(rows, views, hidden.split(counts), strict=True):
-        if bias is None:
-            torch.mm(part, weight, out=out)
-        else:
-            torch.addmm(bias, part, weight, out=out)
-    hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
-    parts, outs = hidden.split(counts), packed.split(counts)
-    for part, (_, _, weight), out in zip(parts, views, outs, strict=True):
-        torch.mm(part, weight, out=out)
-    if second_bias is None:
-        total = x.new_zeros(len(x), len(second))
-    else:
-        total = second_bias.repeat(len(x), 1)
-    return total.index_add_(0, sample, packed)
+    total = _of_nobody(x, net)
+    most = len(sample) if x.is_cuda else _IN_CACHE // max(x.shape[1], len(second))
+    groups = _groups(counts, most)
+    samples = sample.split([sum(counts[start:stop]) for start, stop in groups])
+    for (start, stop), own in zip(groups, samples, strict=True):
+        blocks, sizes = every[start:stop], counts[start:stop]
+        inputs = torch.index_select(x, 0, own, out=_room("inputs", x, len(own), x.shape[1]))
+        hidden = _room("hidden", x, len(own), net.block_size)
+        packed = _room("packed", x, len(own), len(second))
+        parts = zip(inputs.split(sizes), blocks, hidden.split(sizes), strict=True)
+        for part, block, out in parts:
+            torch.mm(part, block.first_t, out=out)
+            if block.bias is not None:
+                out.add_(block.bias)  # `addmm` would write it to memory before the product
+        hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
+        parts = zip(hidden.split(sizes), blocks, packed.split(sizes), strict=True)
+        for part, block, out in parts:
+            torch.mm(part, block.second_t, out=out)
+        total.index_add_(0, own, packed)
+    return total
+
+
+def _of_nobody(x: Tensor, net: FeedForward) -> Tensor:
+    """Return what samples have that open no block at all."""
+    shape, bias = (len(x), len(net.second[0])), net.second[1]
+    return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
+
+
+_IN_CACHE = 2**21  # entries of a tensor for the moment, while it is used
+
+
+def _groups(counts: list[int], most: int) -> list[tuple[int, int]]:
+    """Part blocks into runs with at most so many samples, or one block with more.
+
+    Each is given as its first block and one past its last.
+
+    >>> _groups([2, 3, 4, 9, 0, 1], 6)
+    [(0, 2), (2, 3), (3, 4), (4, 6)]
+    """
+    starts, samples = [0], 0
+    for block, count in enumerate(counts):
+        if samples and samples + count > most:
+            starts.append(block)
+            samples = 0
+        samples += count
+    return list(pairwise([*starts, len(counts)]))
 
 
 _MOST_ROOM = 2**26  # bytes of a tensor that is kept
@@ -244,36 +286,20 @@ def _taken(x: Tensor, rows: Tensor) -> Tensor:
 def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Read only the weights of open units, sample by sample: for a batch of one or few.
 
-    Neighbouring open blocks are one product. Without gradients.
+    Without gradients.
     """
-    (first, first_bias), (second, second_bias) = net.first, net.second
-    size = net.block_size
-    out = x.new_zeros(len(x), len(second))
-    hidden = x.new_zeros(len(x), len(first))
-    if first_bias is not None:
-        hidden += first_bias
-    if second_bias is not None:
-        out += second_bias
-    runs = [[(size * a, size * (b - a)) for a, b in _runs(row)] for row in (gate != 0).tolist()]
-    for sample, units, parts in zip(x, hidden, runs, strict=True):
-        for start, count in parts:
-            units.narrow(0, start, count).addmv_(first.narrow(0, start, count), sample)
+    blocks, samples = net.blocks(), x.unbind()
+    is_open = (gate != 0).nonzero().tolist()
+    hidden = x.new_empty(len(is_open), net.block_size)
+    for (sample, block), out in zip(is_open, hidden.unbind(), strict=True):
+        weight, bias = blocks[block].first, blocks[block].bias
+        if bias is None:
+            torch.mv(weight, samples[sample], out=out)
+        else:
+            torch.addmv(bias, weight, samples[sample], out=out)
     hidden = net.activation(hidden)
-    for units, row, parts in zip(hidden, out, runs, strict=True):
-        for start, count in parts:
-            row.addmv_(second.narrow(1, start, count), units.narrow(0, start, count))
-    return out
-
-
-def _runs(is_open: list[bool]) -> list[tuple[int, int]]:
-    """List the runs of open blocks, each as its first and one past its last.
-
-    >>> _runs([True, True, False, True])
-    [(0, 2), (3, 4)]
-    """
-    edges = [
-        i
-        for i, (a, b) in enumerate(zip([False, *is_open], [*is_open, False], strict=True))
-        if a != b
-    ]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    total = _of_nobody(x, net)
+    outputs = total.unbind()
+    for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
+        outputs[sample].addmv_(blocks[block].second, units)
+    return total

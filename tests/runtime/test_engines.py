@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import FeedForward, _runs, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.engines import FeedForward, _groups, by_blocks, by_open_rows, masked
 
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
 
@@ -110,10 +110,18 @@ def test_only_open_weights_are_read_for_one_sample() -> None:
         torch.testing.assert_close(by_blocks(x, gate, net), expected)
 
 
-def test_runs_join_neighbours() -> None:
-    assert _runs([True, True, False, True]) == [(0, 2), (3, 4)]
-    assert _runs([False, False]) == []
-    assert _runs([True]) == [(0, 1)]
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(1, 40))
+def test_groups_hold_every_block_once_and_as_many_samples_as_they_may(
+    counts: list[int], most: int
+) -> None:
+    groups = _groups(counts, most)
+    assert [block for start, stop in groups for block in range(start, stop)] == [
+        *range(len(counts))
+    ]
+    sizes = [sum(counts[start:stop]) for start, stop in groups]
+    for (start, stop), size in zip(groups, sizes, strict=True):
+        assert size <= most or len([count for count in counts[start:stop] if count]) == 1
+    assert all(a + counts[start] > most for a, (start, _) in zip(sizes, groups[1:], strict=False))
 
 
 def test_no_gradient_of_what_needs_none() -> None:
