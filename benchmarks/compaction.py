@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dg_lightning.cli.deploy import inputs_of, net_of
+from dg_lightning.cli.trained import inputs_of, net_of
 from dg_lightning.layers import GatedMLP
 from dg_lightning.runtime import compact, export, fastest_compact
 from dg_lightning.runtime.bench import predicted_speed_up, random_net

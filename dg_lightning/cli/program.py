@@ -40,7 +40,6 @@ _NOISE = (
     "The dirpath has changed",  # a test run writes no checkpoint
 )
 _QUIET = "--quiet"
-_DEPLOY = ("export", "bench")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 _ADVERTISING = "Tip: For seamless cloud"
 
@@ -59,11 +58,15 @@ def main(args: Sequence[str] | None = None) -> None:
             run_many(given)
         elif given and given[0] in VIEWS:
             show(given)
-        elif given and given[0] in _DEPLOY:
+        elif given and given[0] == "export":
             # Here, because it takes a moment to import, and training needs none of it.
-            from dg_lightning.cli.deploy import deploy
+            from dg_lightning.cli.export import run_export
 
-            deploy(given)
+            run_export(given[1:])
+        elif given and given[0] == "bench":
+            from dg_lightning.cli.bench import run_bench
+
+            run_bench(given[1:])
         else:
             run_command(given)
     except KeyboardInterrupt:  # no fault at all; a training is ended well by Lightning itself

@@ -1,7 +1,7 @@
 """A trained net made really fast: compaction, execution by blocks, export, and what it brings."""
 
 from dg_lightning.runtime.block_gated import BlockGatedMLP
-from dg_lightning.runtime.choice import fastest_compact, usage_of
+from dg_lightning.runtime.choice import fastest_compact, freeze_gates, usage_of
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.export import export
 from dg_lightning.runtime.sparse import SparseLinear
@@ -13,5 +13,6 @@ __all__ = [
     "compact",
     "export",
     "fastest_compact",
+    "freeze_gates",
     "usage_of",
 ]

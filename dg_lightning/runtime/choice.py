@@ -2,18 +2,19 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dg_lightning.gates import StaticGate
 from dg_lightning.layers import GatedMLP
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.timing import median_seconds
 
-__all__ = ["fastest_compact", "usage_of", "without_gates"]
+__all__ = ["fastest_compact", "freeze_gates", "usage_of", "without_gates"]
 
 _WHOLE = 2**31  # rounds every width up to all of it
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,6 +63,31 @@ def without_gates(net: GatedMLP) -> GatedMLP:
     for layer in dense.layers():
         layer.gate = None
     return dense.eval()
+
+
+@torch.no_grad()
+def freeze_gates(net: GatedMLP, usage: Mapping[str, Tensor], least: float) -> GatedMLP:
+    """Return a copy of a net whose gates look at the input no longer: static ones.
+
+    Another function than the net, and often hardly another: gates that depend on the input are free
+    to say the same of every input, and many have learned to.
+
+    Args:
+        net: The net.
+        usage: How often each block is open, by the name of its hidden layer, see `usage_of`.
+        least: Blocks that are open at least that often are open from now on, the others closed.
+    """
+    frozen = copy.deepcopy(net)
+    for index, layer in enumerate(frozen.layers()):
+        gate: Any = layer.gate
+        if gate is None or not gate.input_dependent:
+            continue
+        device = layer.linear.weight.device
+        static = StaticGate(gate.units, block_size=gate.block_size, device=device)
+        static.feeds = gate.feeds
+        static.logit.copy_(torch.where(usage[f"hidden.{index}"] >= least, 1.0, -1.0))
+        layer.gate = static.requires_grad_(False).train(gate.training)
+    return frozen
 
 
 @torch.no_grad()

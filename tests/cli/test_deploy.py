@@ -70,6 +70,23 @@ def test_hardly_used_units_are_removed_on_demand(
     assert before == after
 
 
+def test_gates_are_frozen_on_demand_and_the_way_out_is_named_where_they_slow_down(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    path = checkpoint(runs, "dynamicgate_input")
+    output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
+    main(["export", "--ckpt_path", str(path), *output])
+    assert "--freeze_gates=true" in capsys.readouterr().out
+    main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
+    said = capsys.readouterr().out
+    assert "Accuracy on the test part" in said
+    assert "--freeze_gates" not in said
+    assert not any(
+        "Gated" in type(step).__name__ for step in load(str(tmp_path / "net.safetensors"))
+    )
+
+
 def test_bench_of_a_checkpoint_and_of_a_shape(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

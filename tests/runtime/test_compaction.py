@@ -7,7 +7,7 @@ from gated_nets import randomised
 from torch import nn
 
 from dg_lightning import GatedMLP, SwitchMoE
-from dg_lightning.runtime import compact, fastest_compact, usage_of
+from dg_lightning.runtime import compact, fastest_compact, freeze_gates, usage_of
 from dg_lightning.runtime.choice import without_gates
 
 STATIC: Any = {"kind": "static"}
@@ -133,6 +133,33 @@ def test_blocks_that_are_hardly_ever_open_go() -> None:
     closed = x[:, 0] < 1.4  # here nothing has changed
     torch.testing.assert_close(made.net(x[closed]), net(x[closed]))
     assert not torch.allclose(made.net(x[x[:, 0] > 1.6]), net(x[x[:, 0] > 1.6]))
+
+
+def test_a_frozen_gate_has_open_what_is_open_often_enough_and_looks_at_nothing() -> None:
+    net = randomised(GatedMLP(6, [8, 4], 3, gate={"kind": "dynamic", "block_size": 2}))
+    first, second = (layer.gate.network[0] for layer in net.layers())
+    with torch.no_grad():
+        first.weight.zero_()
+        first.weight[0, 0] = 1.0
+        first.bias.copy_(torch.tensor([-1.5, 9.0, 9.0, -9.0]))
+        second.weight.zero_()
+        second.bias.copy_(torch.tensor([9.0, -9.0]))
+    x = torch.randn(1000, 6)
+    usage = usage_of(net, [x])
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    frozen = freeze_gates(net, usage, 0.5)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    same = x[:, 0] < 1.4
+    torch.testing.assert_close(frozen(x[same]), net(x[same]))
+    made = compact(frozen)
+    assert made.units == {"hidden.0": (8, 4), "hidden.1": (4, 2)}
+    assert not any(step["kind"] == "gated" for step in made.steps)
+    torch.testing.assert_close(made.net(x), frozen(x))
+    # The block that 7 % of the samples open is open for all of them, or for none.
+    often = freeze_gates(net, usage, 0.01)
+    opened = x[:, 0] > 1.6
+    torch.testing.assert_close(often(x[opened]), net(x[opened]))
+    assert compact(often).units == {"hidden.0": (8, 6), "hidden.1": (4, 2)}
 
 
 def test_the_fastest_is_still_the_same_function() -> None:

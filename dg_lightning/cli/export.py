@@ -1,0 +1,171 @@
+"""The command `export`: a trained net as a small file that runs without us."""
+
+import copy
+import importlib.util
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from dg_lightning import GatedMLP
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.trained import (
+    BATCH_SIZES,
+    batches,
+    checked_sizes,
+    data_of,
+    net_of,
+    shape_of,
+)
+from dg_lightning.runtime.choice import fastest_compact, freeze_gates, usage_of, without_gates
+from dg_lightning.runtime.compaction import Compact
+from dg_lightning.runtime.export import Exported, Format, check_inputs, export
+from dg_lightning.runtime.timing import median_seconds
+
+__all__ = ["run_export"]
+
+_NEEDED = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
+_FROZEN = 0.05  # usage from which a frozen gate is open, where nothing else is said
+Run: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def run_export(args: list[str]) -> None:
+    """Run the command with the arguments behind its name."""
+    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")  # of torch, about itself
+    parser = OneLineErrorParser(
+        prog="dg-lightning export",
+        description="Write a trained net as a small dense one that runs without dg-lightning.",
+    )
+    parser.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    parser.add_argument("--format", type=Format, default="safetensors", help="Kind of file.")
+    parser.add_argument("--output", type=str, required=True, help="The file.")
+    parser.add_argument(
+        "--min_usage",
+        type=float,
+        default=0.0,
+        help="Remove blocks that gates which depend on the input open less often than this share "
+        "of the validation samples. This changes what the net says: accuracy is shown.",
+    )
+    parser.add_argument(
+        "--freeze_gates",
+        type=bool,
+        default=False,
+        help="Let gates that depend on the input look at it no longer: blocks stay that at least "
+        f"--min_usage of the validation samples open ({_FROZEN} if that is 0). This changes what "
+        "the net says, and makes it as fast as one with static gates.",
+    )
+    parser.add_argument(
+        "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
+    )
+    parser.add_argument(
+        "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Sizes to be fast for."
+    )
+    given = parser.parse_args(args)
+    _need(given.format)
+    if not 0 <= given.min_usage < 1:
+        raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
+    net = net_of(given.ckpt_path)
+    sizes = checked_sizes(given.batch_sizes)
+    wanted = next((n for n in ("freeze_gates", "min_usage") if given[n]), None)
+    data = data_of(given.ckpt_path, given.data_root, needed_by=wanted)
+    # What is changed on purpose is no fault: the file is compared with what the net is then.
+    meant, options = net, dict[str, Any]()
+    if wanted is not None:
+        assert data is not None
+        usage = usage_of(net, (x for x, _ in batches(data, "validate")))
+        if given.freeze_gates:
+            meant = freeze_gates(net, usage, given.min_usage or _FROZEN)
+        else:
+            options = {"usage": usage, "min_usage": given.min_usage}
+            meant = _closed_for_good(net, **options)
+    made = fastest_compact(meant if given.freeze_gates else net, sizes, **options)
+    shape = shape_of(given.ckpt_path)
+    x = check_inputs(made, meant).unflatten(1, shape)
+    exported = export(meant, made, given.format, Path(given.output), x)
+    slowest = _tell(net, made, exported, sizes, shape)
+    if slowest < 1 and any(step["kind"] == "gated" for step in made.steps):
+        print(
+            "Slower than the dense net, for gates that depend on the input cost more here than "
+            "they save: --freeze_gates=true makes them static."
+        )
+    if data is not None:
+        before, after = _accuracies(data, net, exported)
+        print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
+
+
+def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:
+    """Return a copy of a net whose hardly used blocks are closed for every input."""
+    closed = copy.deepcopy(net)
+    for name, share in usage.items():
+        gate: Any = closed.get_submodule(name).gate
+        last, rare = gate.network[-1], share < min_usage
+        last.weight[rare], last.bias[rare] = 0.0, -1e4 * float(gate.temperature)
+    return closed
+
+
+def _tell(
+    net: GatedMLP, made: Compact, exported: Exported, sizes: list[int], shape: list[int]
+) -> float:
+    """Print what was written, how exact it is, and how fast; return the least speed-up."""
+    import rich
+    from rich import box
+    from rich.table import Table
+
+    for name, (before, after) in made.units.items():
+        print(f"{name}: {after:,} of {before:,} are left.")
+    for note in made.notes:
+        print(note)
+    dense = fastest_compact(without_gates(net), sizes).net
+    found = Table(box=box.SIMPLE)
+    for column in ("batch", "dense ms", "masked ms", "file ms", "file against dense"):
+        found.add_column(column, justify="right")
+    gains = []
+    for size in sizes:
+        x = torch.randn(size, *shape)
+        with torch.inference_mode():
+            ways: dict[str, Run] = {"dense": dense, "masked": net, "file": exported.run}
+            runs = {name: partial(way, x) for name, way in ways.items()}
+            taken = median_seconds(runs, x.device)
+        cells = [f"{taken[name] * 1e3:.3f}" for name in ("dense", "masked", "file")]
+        gains.append(taken["dense"] / taken["file"])
+        found.add_row(f"{size:,}", *cells, f"{gains[-1]:.2f} x")
+    rich.print(found)
+    whole = sum(p.numel() * p.element_size() for p in net.parameters())
+    print(
+        f"{exported.files[0]}: inputs {shape}, {exported.size:,} bytes ({whole:,} of the trained "
+        f"net's weights); "
+        f"largest difference {exported.difference:.1e} of the largest output."
+    )
+    if len(exported.files) > 1:
+        print(
+            f"Load it with {exported.files[-1]}, which needs torch and safetensors only: "
+            f"`from load_net import load; net = load({exported.files[0].name!r})`."
+        )
+    return min(gains)
+
+
+def _need(format: str) -> None:
+    missing = [name for name in _NEEDED[format] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise refusal(
+            f"The format {format} needs {', '.join(missing)}: pip install 'dg-lightning[export]'."
+        )
+
+
+@torch.inference_mode()
+def _accuracies(
+    data: pl.LightningDataModule, net: GatedMLP, exported: Exported
+) -> tuple[float, float]:
+    """Return the share of right answers on the test part, of the trained net and of the file."""
+    runs: list[Run] = [net, exported.run]
+    right, total = [0, 0], 0
+    for x, target in batches(data, "test"):
+        total += len(target)
+        for index, run in enumerate(runs):
+            right[index] += int((run(x).argmax(-1) == target).sum())
+    return right[0] / total, right[1] / total
