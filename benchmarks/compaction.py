@@ -11,23 +11,26 @@ data that its config names where that is there. All is measured in turns, and me
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from lightning.pytorch import LightningDataModule
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
-from dg_lightning.cli.trained import inputs_of, net_of
+from dg_lightning.cli.trained import batches, data_of, inputs_of, net_of
 from dg_lightning.layers import GatedMLP
-from dg_lightning.runtime import compact, export, fastest_compact
+from dg_lightning.runtime import compact, export, fastest_compact, freeze_gates, usage_of
 from dg_lightning.runtime.bench import predicted_speed_up, random_net
 from dg_lightning.runtime.choice import without_gates
 from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # of the predicted speed-up
 BATCHES = (1, 32, 1024)
+FROZEN = 0.05  # usage from which a frozen gate is open, as in `dg-lightning export`
 
 
 def wide(rounds: int) -> Table:
@@ -57,31 +60,42 @@ def wide(rounds: int) -> Table:
 
 
 def studies(folders: list[Path], rounds: int) -> Table:
-    """Measure checkpoints of trained nets."""
+    """Measure checkpoints of trained nets; where gates depend on the input, frozen ones too."""
     table = Table(title="Exported nets against their dense baselines, CPU")
-    for column in ("net", "predicted", *(f"batch {batch}" for batch in BATCHES)):
+    for column in ("net", "accuracy", "predicted", *(f"batch {batch}" for batch in BATCHES)):
         table.add_column(column, justify="left" if column == "net" else "right")
     paths = sorted(path for folder in folders for path in folder.rglob("last.ckpt"))
     for path in paths:
         variant, dataset = path.parents[2].name, path.parents[3].name
-        net = net_of(str(path))
+        net, data = net_of(str(path)), data_of(str(path), None)
         baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
         dense: GatedMLP = net_of(str(baseline[-1])) if baseline else without_gates(net)
         plain_dense = fastest_compact(dense, BATCHES).net
-        with tempfile.TemporaryDirectory() as folder:
-            ours = export(
-                net, fastest_compact(net, BATCHES), "safetensors", Path(folder, "net")
-            ).run
+        rows = {f"{dataset}/{variant}": net}
+        if data is not None and (usage := usage_of(net, (x for x, _ in batches(data, "validate")))):
+            rows[f"{dataset}/{variant}, frozen"] = freeze_gates(net, usage, FROZEN)
         inputs = inputs_of(str(path), max(BATCHES))
-        cells = []
-        for batch in BATCHES:
-            x = inputs[:batch].contiguous()
-            with torch.inference_mode():
-                runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
-                taken = median_seconds(runs, x.device, rounds)
-            cells.append(f"{taken['dense'] / taken['ours']:.2f}")
-        table.add_row(f"{dataset}/{variant}", f"{predicted_speed_up(net, inputs):.2f}", *cells)
+        for name, meant in rows.items():
+            with tempfile.TemporaryDirectory() as folder:
+                made = fastest_compact(meant, BATCHES)
+                ours = export(meant, made, "safetensors", Path(folder, "net")).run
+            cells = []
+            for batch in BATCHES:
+                x = inputs[:batch].contiguous()
+                with torch.inference_mode():
+                    runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
+                    taken = median_seconds(runs, x.device, rounds)
+                cells.append(f"{taken['dense'] / taken['ours']:.2f}")
+            right = "" if data is None else f"{accuracy(data, ours):.2%}"
+            table.add_row(name, right, f"{predicted_speed_up(meant, inputs):.2f}", *cells)
     return table
+
+
+@torch.inference_mode()
+def accuracy(data: LightningDataModule, run: Callable[[Tensor], Tensor]) -> float:
+    """Return the share of right answers on the test part."""
+    found = [(run(x).argmax(-1) == target).float() for x, target in batches(data, "test")]
+    return float(torch.cat(found).mean())
 
 
 def main() -> None:
