@@ -96,7 +96,7 @@ class Sparse(MaskedLayers):
         mine = self._layers_of(trainer, pl_module, optimizer)
         self._step = trainer.global_step + 1
         self._due = [c for c in mine if self.changes_after(self._step, c.changed_at)]
-        if not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
+        if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
             self._leave_out()
         self.see_gradients(trainer, optimizer, mine, self._due)
         for c in mine:
