@@ -88,7 +88,7 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertising)
     # What the optimizer keeps of a closed unit halves with every few steps, and CPUs are many times
-    # slower with numbers below 1e-38: after some epochs, a third of the training.
+    # slower with numbers below 1e-38: up to a third of the time after some epochs.
     torch.set_flush_denormal(True)
     return GateCLI(
         pl.LightningModule,
