@@ -109,7 +109,7 @@ def open_exactly(share: float, gate: Any, x: Tensor) -> float:
     One sample of a net that opens a quarter on average may open a third.
     """
     edge = torch.quantile(gate.logits(x).float().flatten(), 1 - share)
-    gate.network[0].bias -= edge
+    gate.shift_bias(-float(edge))
     return float((gate.decide(x) != 0).float().mean())
 
 

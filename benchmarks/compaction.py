@@ -30,7 +30,6 @@ from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # of the predicted speed-up
 BATCHES = (1, 32, 1024)
-FROZEN = 0.05  # usage from which a frozen gate is open, as in `dg-lightning export`
 
 
 def wide(rounds: int) -> Table:
@@ -73,7 +72,7 @@ def studies(folders: list[Path], rounds: int) -> Table:
         plain_dense = fastest_compact(dense, BATCHES).net
         rows = {f"{dataset}/{variant}": net}
         if data is not None and (usage := usage_of(net, (x for x, _ in batches(data, "validate")))):
-            rows[f"{dataset}/{variant}, frozen"] = freeze_gates(net, usage, FROZEN)
+            rows[f"{dataset}/{variant}, frozen"] = freeze_gates(net, usage)
         inputs = inputs_of(str(path), max(BATCHES))
         for name, meant in rows.items():
             with tempfile.TemporaryDirectory() as folder:

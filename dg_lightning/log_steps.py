@@ -31,17 +31,20 @@ def log_of_step(pl_module: Any, key: str, value: Tensor | float) -> None:
     """Log a value of one step, as `pl_module.log(key, value)` does.
 
     That looks at every attribute of what it keeps of a key each time, about 0.5 ms; here it is done
-    once an epoch. For hooks of a training batch.
+    once an epoch. For hooks of a training batch, and values of one entry.
     """
     trainer = pl_module.trainer
     name, results = f"{pl_module._current_fx_name}.{key}", trainer._results
     known = None if results is None else results.get(name)
-    # In its first batch Lightning forgets the last epoch, hook by hook.
-    if known is None or known.meta.on_epoch or trainer.fit_loop.epoch_loop.batch_idx == 0:
+    # In the first batch Lightning forgets the last epoch, hook by hook.
+    first = trainer._logger_connector._first_loop_iter is not False
+    own_way = type(pl_module).log.__qualname__ != "LightningModule.log"
+    if known is None or known.meta.on_epoch or first or own_way:
         pl_module.log(key, value)
         return
     if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=torch.get_default_dtype(), device=pl_module.device)
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        value = torch.tensor(value, dtype=dtype, device=pl_module.device)
     results.update_metrics(name, value.detach(), batch_size=1)
 
 

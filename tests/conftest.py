@@ -20,6 +20,13 @@ settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
+def _numbers_as_they_are() -> Iterator[None]:
+    """Undo what the program says to the CPU: the next test may be about very small numbers."""
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbid connections to anywhere but this machine."""
     connect = socket.socket.connect

@@ -11,6 +11,19 @@ from lightning.pytorch.loggers import CSVLogger
 from dg_lightning.log_steps import log_of_step, logs_now
 
 
+def trainer_of(tmp_path: Path, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        limit_train_batches=7,
+        limit_val_batches=1,
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 class Both(pl.Callback):
     """Logs numbers and tensors in several hooks, by Lightning's way and by ours."""
 
@@ -37,18 +50,12 @@ class Both(pl.Callback):
 def test_a_value_of_a_step_is_seen_by_everybody_as_if_lightning_had_logged_it(
     interval: int, accumulate: int, tmp_path: Path
 ) -> None:
-    trainer = pl.Trainer(
+    trainer = trainer_of(
+        tmp_path,
         max_epochs=3,
-        limit_train_batches=7,
-        limit_val_batches=1,
-        accelerator="cpu",
         accumulate_grad_batches=accumulate,
         log_every_n_steps=interval,
         callbacks=[Both()],
-        logger=CSVLogger(tmp_path),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(BoringModel())
     rows = list(csv.DictReader((Path(trainer.log_dir or "") / "metrics.csv").open()))
@@ -61,3 +68,41 @@ def test_a_value_of_a_step_is_seen_by_everybody_as_if_lightning_had_logged_it(
         for seen in (trainer.callback_metrics, trainer.logged_metrics):
             assert (ours in seen) == (key in seen)
             assert ours not in seen or seen[ours] == seen[key]
+
+
+class Manual(BoringModel):
+    """Steps its optimizer itself, within the reach of a half-precision default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.layer(batch).sum())
+        optimizer.step()
+
+
+class LogsTenth(pl.Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        log_of_step(pl_module, "tenth", 0.1)
+
+
+def test_a_number_is_not_rounded_to_half_precision(tmp_path: Path) -> None:
+    options: Any = {"max_epochs": 1, "log_every_n_steps": 1, "precision": "bf16-true"}
+    trainer = trainer_of(tmp_path, callbacks=[LogsTenth()], **options)
+    trainer.fit(Manual())
+    assert trainer.callback_metrics["tenth"] == torch.tensor(0.1)
+
+
+def test_a_module_with_its_own_way_to_log_is_asked(tmp_path: Path) -> None:
+    class Counts(BoringModel):
+        seen = 0
+
+        def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+            self.seen += name == "tenth"
+            super().log(name, *args, **kwargs)
+
+    model = Counts()
+    trainer_of(tmp_path, max_epochs=1, callbacks=[LogsTenth()]).fit(model)
+    assert model.seen == 7

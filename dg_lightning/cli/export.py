@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
+import rich
 import torch
+from rich import box
+from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedMLP
@@ -22,7 +25,13 @@ from dg_lightning.cli.trained import (
     net_of,
     shape_of,
 )
-from dg_lightning.runtime.choice import fastest_compact, freeze_gates, usage_of, without_gates
+from dg_lightning.runtime.choice import (
+    OFTEN_ENOUGH,
+    fastest_compact,
+    freeze_gates,
+    usage_of,
+    without_gates,
+)
 from dg_lightning.runtime.compaction import Compact
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.timing import median_seconds
@@ -30,7 +39,6 @@ from dg_lightning.runtime.timing import median_seconds
 __all__ = ["run_export"]
 
 _NEEDED = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
-_FROZEN = 0.05  # usage from which a frozen gate is open, where nothing else is said
 Run: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -56,8 +64,8 @@ def run_export(args: list[str]) -> None:
         type=bool,
         default=False,
         help="Let gates that depend on the input look at it no longer: blocks stay that at least "
-        f"--min_usage of the validation samples open ({_FROZEN} if that is 0). This changes what "
-        "the net says, and makes it as fast as one with static gates.",
+        f"--min_usage of the validation samples open ({OFTEN_ENOUGH} if that is 0). This changes "
+        "what the net says, and makes it as fast as one with static gates.",
     )
     parser.add_argument(
         "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
@@ -72,26 +80,33 @@ def run_export(args: list[str]) -> None:
     net = net_of(given.ckpt_path)
     sizes = checked_sizes(given.batch_sizes)
     wanted = next((n for n in ("freeze_gates", "min_usage") if given[n]), None)
+    gates = [layer.gate for layer in net.layers()]
+    if wanted and not any(gate is not None and gate.input_dependent for gate in gates):
+        print(f"--{wanted} has nothing to do: no gate of this net depends on the input.")
+        wanted = None
     data = data_of(given.ckpt_path, given.data_root, needed_by=wanted)
     # What is changed on purpose is no fault: the file is compared with what the net is then.
-    meant, options = net, dict[str, Any]()
-    if wanted is not None:
+    meant = net
+    if wanted is None:
+        made = fastest_compact(net, sizes)
+    else:
         assert data is not None
         usage = usage_of(net, (x for x, _ in batches(data, "validate")))
         if given.freeze_gates:
-            meant = freeze_gates(net, usage, given.min_usage or _FROZEN)
+            meant = freeze_gates(net, usage, given.min_usage or OFTEN_ENOUGH)
+            made = fastest_compact(meant, sizes)
         else:
-            options = {"usage": usage, "min_usage": given.min_usage}
-            meant = _closed_for_good(net, **options)
-    made = fastest_compact(meant if given.freeze_gates else net, sizes, **options)
+            meant = _closed_for_good(net, usage, given.min_usage)
+            made = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
     shape = shape_of(given.ckpt_path)
     x = check_inputs(made, meant).unflatten(1, shape)
     exported = export(meant, made, given.format, Path(given.output), x)
-    slowest = _tell(net, made, exported, sizes, shape)
-    if slowest < 1 and any(step["kind"] == "gated" for step in made.steps):
+    slower = [size for size, gain in _tell(net, made, exported, sizes, shape).items() if gain < 1]
+    decides = any(step["kind"] == "gated" for step in made.steps)
+    if slower and decides and data is not None:
         print(
-            "Slower than the dense net, for gates that depend on the input cost more here than "
-            "they save: --freeze_gates=true makes them static."
+            f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
+            "on the input cost more here than they save; --freeze_gates=true makes them static."
         )
     if data is not None:
         before, after = _accuracies(data, net, exported)
@@ -110,12 +125,8 @@ def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) 
 
 def _tell(
     net: GatedMLP, made: Compact, exported: Exported, sizes: list[int], shape: list[int]
-) -> float:
-    """Print what was written, how exact it is, and how fast; return the least speed-up."""
-    import rich
-    from rich import box
-    from rich.table import Table
-
+) -> dict[int, float]:
+    """Print what was written, how exact it is, and how fast; return the speed-up by batch size."""
     for name, (before, after) in made.units.items():
         print(f"{name}: {after:,} of {before:,} are left.")
     for note in made.notes:
@@ -124,7 +135,7 @@ def _tell(
     found = Table(box=box.SIMPLE)
     for column in ("batch", "dense ms", "masked ms", "file ms", "file against dense"):
         found.add_column(column, justify="right")
-    gains = []
+    gains = {}
     for size in sizes:
         x = torch.randn(size, *shape)
         with torch.inference_mode():
@@ -132,8 +143,8 @@ def _tell(
             runs = {name: partial(way, x) for name, way in ways.items()}
             taken = median_seconds(runs, x.device)
         cells = [f"{taken[name] * 1e3:.3f}" for name in ("dense", "masked", "file")]
-        gains.append(taken["dense"] / taken["file"])
-        found.add_row(f"{size:,}", *cells, f"{gains[-1]:.2f} x")
+        gains[size] = taken["dense"] / taken["file"]
+        found.add_row(f"{size:,}", *cells, f"{gains[size]:.2f} x")
     rich.print(found)
     whole = sum(p.numel() * p.element_size() for p in net.parameters())
     print(
@@ -146,7 +157,7 @@ def _tell(
             f"Load it with {exported.files[-1]}, which needs torch and safetensors only: "
             f"`from load_net import load; net = load({exported.files[0].name!r})`."
         )
-    return min(gains)
+    return gains
 
 
 def _need(format: str) -> None:

@@ -46,6 +46,10 @@ _ADVERTISING = "Tip: For seamless cloud"
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the program with the given arguments, or with those of the command line."""
+    # What the optimizer keeps of a closed unit halves with every few steps, and CPUs are many times
+    # slower with numbers below 1e-38: up to a third of the time after some epochs. First of all,
+    # because threads take it over when they are made.
+    torch.set_flush_denormal(True)
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
     given = list(sys.argv[1:] if args is None else args)
     if _QUIET in given:
@@ -87,9 +91,6 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
     for noise in _NOISE:
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertising)
-    # What the optimizer keeps of a closed unit halves with every few steps, and CPUs are many times
-    # slower with numbers below 1e-38: up to a third of the time after some epochs.
-    torch.set_flush_denormal(True)
     return GateCLI(
         pl.LightningModule,
         pl.LightningDataModule,

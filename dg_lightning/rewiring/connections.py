@@ -81,7 +81,11 @@ class Connections:
             return
         # As whole numbers, whose product with 0 is 0 and with 1 the same bits: torch's own ways are
         # several times as slow, or leave inf * 0 there.
-        bits, mask = gradient.view(_AS_INTEGERS[gradient.dtype]), self.mask.view(torch.int8)
+        integers = _AS_INTEGERS.get(gradient.dtype)
+        if integers is None:
+            gradient.masked_fill_(~self.mask, 0)
+            return
+        bits, mask = gradient.view(integers), self.mask.view(torch.int8)
         if gradient.device.type != "cpu":
             bits.mul_(mask)
             return

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dg_lightning.gates import Gate
 from dg_lightning.layers import GatedLinear, GatedMLP
 from dg_lightning.runtime.dispatch import FEW, candidates, fastest_engine, run_gated
-from dg_lightning.runtime.engines import FeedForward
+from dg_lightning.runtime.feed_forward import FeedForward
 from dg_lightning.runtime.replay import Recording, Replays
 from dg_lightning.runtime.timing import shortest_seconds
 

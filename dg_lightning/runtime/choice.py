@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from dg_lightning.gates import StaticGate
+from dg_lightning.gates.policies import top_k_mask
 from dg_lightning.layers import GatedMLP
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.timing import median_seconds
 
-__all__ = ["fastest_compact", "freeze_gates", "usage_of", "without_gates"]
+__all__ = ["OFTEN_ENOUGH", "fastest_compact", "freeze_gates", "usage_of", "without_gates"]
 
+OFTEN_ENOUGH = 0.05  # share of samples that open a block which stays open when gates are frozen
 _WHOLE = 2**31  # rounds every width up to all of it
 _VARIANTS: dict[str, dict[str, Any]] = {
     "as small as can be": {},
@@ -66,7 +68,9 @@ def without_gates(net: GatedMLP) -> GatedMLP:
 
 
 @torch.no_grad()
-def freeze_gates(net: GatedMLP, usage: Mapping[str, Tensor], least: float) -> GatedMLP:
+def freeze_gates(
+    net: GatedMLP, usage: Mapping[str, Tensor], least: float = OFTEN_ENOUGH
+) -> GatedMLP:
     """Return a copy of a net whose gates look at the input no longer: static ones.
 
     Another function than the net, and often hardly another: gates that depend on the input are free
@@ -75,17 +79,32 @@ def freeze_gates(net: GatedMLP, usage: Mapping[str, Tensor], least: float) -> Ga
     Args:
         net: The net.
         usage: How often each block is open, by the name of its hidden layer, see `usage_of`.
-        least: Blocks that are open at least that often are open from now on, the others closed.
+        least: Blocks that are open at least that often are open from now on, the others closed. As
+            many as a gate always has open (its floor, or k) stay in any case: the most used ones.
+
+    Raises:
+        TypeError: If the gate on the inputs depends on them.
     """
+    if net.input_gate is not None and net.input_gate.input_dependent:
+        raise TypeError("input_gate: only gates of hidden layers can be frozen.")
     frozen = copy.deepcopy(net)
     for index, layer in enumerate(frozen.layers()):
         gate: Any = layer.gate
         if gate is None or not gate.input_dependent:
             continue
+        name = f"hidden.{index}"
+        shares = usage.get(name)
+        if shares is None or len(shares) != gate.blocks:
+            raise ValueError(
+                f"`usage` must have {gate.blocks} shares for {name}, one a block, got "
+                f"{'none' if shares is None else len(shares)}: see `usage_of`."
+            )
+        fewest = max(gate._floor, gate.k or 0, 1)
+        stays = top_k_mask(shares, fewest, into=shares >= least)
         device = layer.linear.weight.device
         static = StaticGate(gate.units, block_size=gate.block_size, device=device)
         static.feeds = gate.feeds
-        static.logit.copy_(torch.where(usage[f"hidden.{index}"] >= least, 1.0, -1.0))
+        static.logit.copy_(torch.where(stays, 1.0, -1.0))
         layer.gate = static.requires_grad_(False).train(gate.training)
     return frozen
 

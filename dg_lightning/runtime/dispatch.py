@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dg_lightning.gates import Gate
-from dg_lightning.runtime.engines import FeedForward, by_blocks, by_open_rows, dense
+from dg_lightning.runtime.engines import by_blocks, by_open_rows, dense
+from dg_lightning.runtime.feed_forward import FeedForward
 from dg_lightning.runtime.timing import shortest_seconds
 
 __all__ = ["FEW", "candidates", "fastest_engine", "run_gated"]

@@ -9,16 +9,16 @@ mixture of experts), while `masked` computes it and lets its gate learn.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dg_lightning.runtime.feed_forward import FeedForward
+
 __all__ = [
-    "FeedForward",
     "by_blocks",
     "by_open_rows",
     "dense",
@@ -26,81 +26,6 @@ __all__ = [
     "masked",
     "refuse_second_derivative",
 ]
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForward:
-    """Two linear maps with gated units between them.
-
-    Args:
-        first: Weight ``(units, inputs)`` and bias of the map whose outputs are gated.
-        activation: What is applied to its outputs, entry by entry.
-        second: Weight ``(outputs, units)`` and bias of the map that reads them.
-        block_size: How many neighbouring units share a gate.
-        kept: Where views of the weights may be kept; to make them anew takes a tenth of the time of
-            a small batch.
-    """
-
-    first: tuple[Tensor, Tensor | None]
-    activation: Callable[[Tensor], Tensor]
-    second: tuple[Tensor, Tensor | None]
-    block_size: int
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        first: nn.Linear,
-        activation: Callable[[Tensor], Tensor],
-        second: nn.Linear,
-        block_size: int,
-        kept: dict[Any, Any] | None = None,
-    ) -> "FeedForward":
-        """Make one of two layers."""
-        maps = (first.weight, first.bias), (second.weight, second.bias)
-        return cls(maps[0], activation, maps[1], block_size, {} if kept is None else kept)
-
-    def blocks(self) -> list["Block"]:
-        """Return each block.
-
-        They show what the weights are, whatever becomes of them in place.
-        """
-        (first, bias), (second, _) = self.first, self.second
-        key = (first.data_ptr(), second.data_ptr(), None if bias is None else bias.data_ptr())
-        if key not in self.kept:
-            self.kept.clear()  # of weights that have been replaced
-            size = self.block_size
-            firsts = first.detach().split(size)
-            biases = [None] * len(firsts) if bias is None else list(bias.detach().split(size))
-            seconds = second.detach().split(size, 1)
-            self.kept[key] = [
-                Block(one, one.t(), bias_of_one, two, two.t())
-                for one, bias_of_one, two in zip(firsts, biases, seconds, strict=True)
-            ]
-        blocks: list[Block] = self.kept[key]
-        return blocks
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Weights and biases."""
-        return [t for t in (*self.first, *self.second) if t is not None]
-
-    def to(self, dtype: torch.dtype) -> "FeedForward":
-        """Return it with weights of another type, which gradients flow through."""
-        first, second = (
-            (w.to(dtype), None if b is None else b.to(dtype)) for w, b in (self.first, self.second)
-        )
-        return FeedForward(first, self.activation, second, self.block_size)
-
-
-class Block(NamedTuple):
-    """The weights of a block, as views of those of all, and transposed."""
-
-    first: Tensor
-    first_t: Tensor
-    bias: Tensor | None
-    second: Tensor
-    second_t: Tensor
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
@@ -129,6 +54,9 @@ def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     second, _ = net.second
     every = net.blocks()
+    # `addmm` writes the bias to memory before the product; added later, it would be rounded twice
+    # in half precision, and cost a launch on a GPU.
+    adds_later = not x.is_cuda and x.dtype.itemsize > 2
     is_open = gate != 0
     sample = is_open.t().nonzero()[:, 1]
     counts = is_open.sum(0).tolist()
@@ -137,15 +65,18 @@ def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     groups = _groups(counts, most)
     samples = sample.split([sum(counts[start:stop]) for start, stop in groups])
     for (start, stop), own in zip(groups, samples, strict=True):
-        blocks, sizes = every[start:stop], counts[start:stop]
+        blocks, sizes = [every[i] for i in range(start, stop)], counts[start:stop]
         inputs = torch.index_select(x, 0, own, out=_room("inputs", x, len(own), x.shape[1]))
         hidden = _room("hidden", x, len(own), net.block_size)
         packed = _room("packed", x, len(own), len(second))
         parts = zip(inputs.split(sizes), blocks, hidden.split(sizes), strict=True)
         for part, block, out in parts:
-            torch.mm(part, block.first_t, out=out)
-            if block.bias is not None:
-                out.add_(block.bias)  # `addmm` would write it to memory before the product
+            if block.bias is None:
+                torch.mm(part, block.first_t, out=out)
+            elif adds_later:
+                torch.mm(part, block.first_t, out=out).add_(block.bias)
+            else:
+                torch.addmm(block.bias, part, block.first_t, out=out)
         hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
         parts = zip(hidden.split(sizes), blocks, packed.split(sizes), strict=True)
         for part, block, out in parts:
@@ -284,7 +215,7 @@ def _taken(x: Tensor, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Read only the weights of open units, sample by sample: for a batch of one or few.
+    """Read only the weights of open units, sample by sample: for few samples with few open blocks.
 
     Without gradients.
     """

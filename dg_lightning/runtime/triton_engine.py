@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.gates import DynamicGate, Gate
-from dg_lightning.runtime.engines import FeedForward, refuse_second_derivative
+from dg_lightning.runtime.engines import refuse_second_derivative
+from dg_lightning.runtime.feed_forward import FeedForward
 from dg_lightning.runtime.packing import Packing
 
 __all__ = ["by_kernels", "decided_by_kernel"]

@@ -162,6 +162,25 @@ def test_a_frozen_gate_has_open_what_is_open_often_enough_and_looks_at_nothing()
     assert compact(often).units == {"hidden.0": (8, 6), "hidden.1": (4, 2)}
 
 
+@pytest.mark.parametrize("rule", [{"min_open": 3}, {"policy": "top_k", "k": 3}, {}])
+def test_what_a_gate_always_has_open_stays_when_it_is_frozen(rule: dict[str, Any]) -> None:
+    gate: Any = {"kind": "dynamic", **rule}
+    net = GatedMLP(6, [8], 3, gate=gate)
+    usage = torch.tensor([0.01, 0.04, 0.0, 0.03, 0.02, 0.0, 0.0, 0.0])
+    frozen: Any = freeze_gates(net, {"hidden.0": usage}, 0.05).layers()[0].gate
+    is_open = [i for i, z in enumerate(frozen.logit.tolist()) if z > 0]
+    assert is_open == ([1, 3, 4] if rule else [1])
+
+
+def test_what_cannot_be_frozen_is_refused() -> None:
+    net = GatedMLP(6, [8], 3, gate={"kind": "dynamic"})
+    for usage in ({}, {"hidden.0": torch.ones(4)}):
+        with pytest.raises(ValueError, match=r"must have 8 shares for hidden\.0"):
+            freeze_gates(net, usage)
+    with pytest.raises(TypeError, match="input_gate"):
+        freeze_gates(GatedMLP(6, [8], 3, input_gate={"kind": "dynamic"}), {})
+
+
 def test_the_fastest_is_still_the_same_function() -> None:
     net = randomised(GatedMLP(64, [48, 32], 10, gate=STATIC, input_gate=STATIC))
     made = fastest_compact(net, [1, 64])

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import FeedForward, _groups, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.engines import _groups, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.feed_forward import FeedForward
 
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
 
@@ -122,6 +123,29 @@ def test_groups_hold_every_block_once_and_as_many_samples_as_they_may(
     for (start, stop), size in zip(groups, sizes, strict=True):
         assert size <= most or len([count for count in counts[start:stop] if count]) == 1
     assert all(a + counts[start] > most for a, (start, _) in zip(sizes, groups[1:], strict=False))
+
+
+@pytest.mark.parametrize("engine", [by_blocks, by_open_rows])
+@torch.no_grad()
+def test_kept_views_follow_the_weights_and_the_blocks(engine: Any) -> None:
+    kept: dict[Any, Any] = {}
+    first = nn.Linear(6, 8, dtype=torch.float64)
+    second = nn.Linear(8, 5, dtype=torch.float64)
+    x = torch.randn(3, 6, dtype=torch.float64)
+
+    def same(block: int) -> None:
+        net = FeedForward.of(first, nn.ReLU(), second, block, kept)
+        gate = random_gate(3, 8 // block, 0.5)
+        torch.testing.assert_close(engine(x, gate, net), reference(x, gate, net))
+
+    same(4)
+    same(2)
+    first.weight.mul_(2)  # in place
+    same(2)
+    first.weight.data = first.weight.data.as_strided((8, 6), (1, 8))  # the same memory, otherwise
+    same(2)
+    second.weight.data = second.weight.data.t().contiguous().t()
+    same(2)
 
 
 def test_no_gradient_of_what_needs_none() -> None:

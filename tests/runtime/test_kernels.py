@@ -12,7 +12,8 @@ from gated_nets import feed_forward, random_gate
 from torch import nn
 
 from dg_lightning.gates import DynamicGate
-from dg_lightning.runtime.engines import FeedForward, masked
+from dg_lightning.runtime.engines import masked
+from dg_lightning.runtime.feed_forward import FeedForward
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
