@@ -44,7 +44,8 @@ Run: TypeAlias = Callable[[Tensor], Tensor]
 
 def run_export(args: list[str]) -> None:
     """Run the command with the arguments behind its name."""
-    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")  # of torch, about itself
+    for about_torch_itself in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
+        warnings.filterwarnings("ignore", about_torch_itself)
     parser = OneLineErrorParser(
         prog="dg-lightning export",
         description="Write a trained net as a small dense one that runs without dg-lightning.",
