@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
 from dg_lightning.log_steps import log_of_step, logs_now
-from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections
+from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, mask_gradients
 from dg_lightning.schedules import Clock
 
 from ._agreement import refuse_different_masks
@@ -22,9 +22,13 @@ __all__ = ["Sparse", "all_finite"]
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
-    """Tell whether every entry of all tensors is a number; waits for the device once."""
-    finite = [torch.isfinite(value).all() for value in values]
-    return not finite or bool(torch.stack(finite).all())
+    """Tell whether every entry of all tensors is a number; waits for the device."""
+    values = list(values)
+    # A sum with one entry that is not finite is not; the sum itself may overflow, though.
+    sums = [value.sum() for value in values]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return True
+    return all(bool(value.isfinite().all()) for value in values)
 
 
 class Sparse(MaskedLayers):
@@ -99,8 +103,7 @@ class Sparse(MaskedLayers):
         if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
             self._leave_out()
         self.see_gradients(trainer, optimizer, mine, self._due)
-        for c in mine:
-            c.mask_gradient()
+        mask_gradients(mine)
 
     def _layers_of(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> list[Connections]:
         """Return the layers that an optimizer steps, which may become more while it trains."""

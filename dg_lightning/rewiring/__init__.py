@@ -1,6 +1,12 @@
 """Sparse connectivity: densities, structures, drop and grow; without Lightning."""
 
-from .connections import Connections, generator_for, initial_mask, sparse_layers
+from .connections import (
+    Connections,
+    generator_for,
+    initial_mask,
+    mask_gradients,
+    sparse_layers,
+)
 from .densities import Distribution, densities
 from .gate_correction import OpenRates
 from .imports import (
@@ -30,6 +36,7 @@ __all__ = [
     "largest",
     "largest_in_rows",
     "largest_mask",
+    "mask_gradients",
     "masks_of_pruned",
     "parameter_slots",
     "reset_slots",

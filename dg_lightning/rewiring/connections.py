@@ -1,7 +1,7 @@
 """The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 from zlib import crc32
 
@@ -12,18 +12,21 @@ from torch.optim import Optimizer
 from dg_lightning.protocol import matching, plain_name
 
 from .optimizer_slots import reset_slots
+from .selection import counted
 from .structures import Structure
 from .update import largest_mask
+from .zeroing import keep_only
 
-__all__ = ["Connections", "generator_for", "initial_mask", "packed", "sparse_layers", "unpacked"]
+__all__ = [
+    "Connections",
+    "generator_for",
+    "initial_mask",
+    "mask_gradients",
+    "packed",
+    "sparse_layers",
+    "unpacked",
+]
 
-_AS_INTEGERS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
-_IN_CACHE = 2**18  # weights
 _SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
 
 
@@ -50,9 +53,8 @@ class Connections:
         self.weight = cast(nn.Parameter, layer.weight)
         self.mask = mask.to(self.weight.device, copy=True)
         self.full = bool(self.mask.all())
-        self._rows = max(1, _IN_CACHE // self.mask[0].numel())
         self.changed_at = 0  # the last step after which connections were changed, or were to be
-        self.churn = torch.zeros((), device=self.weight.device)
+        self.churn = torch.zeros(())
         self._explored = packed(self._sample())
         self._figures: dict[str, Tensor] | None = None
         layer.connection_mask = self.mask
@@ -63,53 +65,28 @@ class Connections:
         if self.mask.device != self.weight.device:
             self.mask = self.mask.to(self.weight.device)
             self.layer.connection_mask = self.mask
-        self.churn, self._figures = self.churn.to(self.weight.device), None
+        self._figures = None
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Set the weights of missing connections to exactly 0."""
-        self.weight.masked_fill_(~self.mask, 0)
+        keep_only([(self.weight, self.mask)])
 
-    def mask_gradient(self) -> None:
-        """Let no gradient reach missing connections.
-
-        Their weight, gradient and slots are 0, so every optimizer that works weight by weight
-        leaves all of them at 0.
-        """
-        gradient = self.weight.grad
-        if gradient is None or self.full:
-            return
-        # As whole numbers, whose product with 0 is 0 and with 1 the same bits: torch's own ways are
-        # several times as slow, or leave inf * 0 there.
-        integers = _AS_INTEGERS.get(gradient.dtype)
-        if integers is None:
-            gradient.masked_fill_(~self.mask, 0)
-            return
-        bits, mask = gradient.view(integers), self.mask.view(torch.int8)
-        if gradient.device.type != "cpu":
-            bits.mul_(mask)
-            return
-        # In rows that fit into a cache: torch widens the mask first, and large memory is slow.
-        for part, rows in zip(bits.split(self._rows), mask.split(self._rows), strict=True):
-            part.mul_(rows)
-
-    @torch.no_grad()
     def clean(self, optimizer: Optimizer) -> None:
         """Bring weights and slots of missing connections back to what they start with."""
         self.apply()
-        reset_slots(optimizer, self.weight, ~self.mask)
+        reset_slots(optimizer, self.weight, but=self.mask)
 
     @torch.no_grad()
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
-        differs = mask != self.mask
-        connections = torch.count_nonzero(mask)
-        self.churn = torch.count_nonzero(differs & mask) / connections.clamp_min(1)
+        same = mask == self.mask
+        connections = counted(mask)
+        self.churn = torch.tensor(counted(mask > self.mask) / max(1, connections))
         self.mask.copy_(mask)
-        self.full = int(connections) == mask.numel()
-        self.weight.masked_fill_(differs, 0)
+        self.full = connections == mask.numel()
+        keep_only([(self.weight, same)])
         if optimizer is not None:
-            reset_slots(optimizer, self.weight, differs)
+            reset_slots(optimizer, self.weight, but=same)
         self._explored |= packed(self._sample())
         self._figures = None
 
@@ -120,13 +97,13 @@ class Connections:
         over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
         """
         if self._figures is None:
-            matrix = self.mask.flatten(1)
+            matrix = self.mask.flatten(1).view(torch.uint8)
             self._figures = {
                 "density": torch.count_nonzero(matrix) / matrix.numel(),
                 "churn": self.churn,
                 "itop": self._share_explored(),
-                "dead_inputs": (~matrix.any(0)).sum().float(),
-                "dead_outputs": (~matrix.any(1)).sum().float(),
+                "dead_inputs": (matrix.amax(0) == 0).sum().float(),
+                "dead_outputs": (matrix.amax(1) == 0).sum().float(),
             }
         return self._figures
 
@@ -204,6 +181,17 @@ def sparse_layers(
                 "remove the parametrization, or leave the layer out with `layers`."
             )
     return chosen
+
+
+def mask_gradients(connections: Iterable[Connections]) -> None:
+    """Let no gradient reach missing connections.
+
+    Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
+    all of them at 0.
+    """
+    keep_only(
+        (c.weight.grad, c.mask) for c in connections if not c.full and c.weight.grad is not None
+    )
 
 
 def generator_for(seed: int | None, name: str, step: int, device: torch.device) -> torch.Generator:

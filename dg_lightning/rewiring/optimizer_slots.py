@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .zeroing import keep_only
+
 __all__ = ["WEIGHT_BY_WEIGHT", "parameter_slots", "reset_slots"]
 
 # Those that leave a weight of 0 alone whose gradient and slots are 0; a subclass may not.
@@ -36,16 +38,16 @@ def parameter_slots(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[t
 
 
 @torch.no_grad()
-def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) -> None:
-    """Bring every slot of some weights to what it is for a weight that starts at 0.
+def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, but: Tensor) -> None:
+    """Bring every slot to what it is for a weight that starts at 0, but those of some weights.
 
-    `where` marks them.
+    `but` marks the weights whose slots stay.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
     >>> weight.grad = torch.ones(2)
     >>> optimizer.step()
-    >>> reset_slots(optimizer, weight, where=torch.tensor([True, False]))
+    >>> reset_slots(optimizer, weight, but=torch.tensor([False, True]))
     >>> optimizer.state[weight]["momentum_buffer"].tolist()
     [0.0, 1.0]
     """
@@ -53,8 +55,10 @@ def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, where: Tensor) ->
     if not slots:
         return
     fresh = _fresh_slots(optimizer, parameter)
+    keep_only((slot, but) for name, slot in slots.items() if not fresh.get(name))
     for name, slot in slots.items():
-        slot.masked_fill_(where, fresh.get(name, 0.0))
+        if fresh.get(name):
+            slot.masked_fill_(~but, fresh[name])
 
 
 def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
@@ -65,12 +69,19 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     """
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=parameter.device))
-    weight.grad = torch.zeros_like(weight)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    settings = {key: value for key, value in group.items() if key != "params"}
+    device = parameter.device
+    if type(optimizer) in WEIGHT_BY_WEIGHT:  # a GPU would only be waited for
+        device = torch.device("cpu")
+        plain = dict.fromkeys({"foreach", "fused", "capturable"} & set(options), False)
+        options, settings = options | plain, settings | plain
+        settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=device))
+    weight.grad = torch.zeros_like(weight)
     try:
         trial = type(optimizer)([weight], **options)
-        trial.param_groups[0] |= {key: value for key, value in group.items() if key != "params"}
+        trial.param_groups[0] |= settings
         with torch.enable_grad():
             trial.step()
     except TypeError:

@@ -1,9 +1,15 @@
 """Choose the largest of many scores: exactly so many, and the same ones on every process."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["largest", "largest_in_rows"]
+__all__ = ["counted", "largest", "largest_in_rows"]
+
+_SAMPLED = 2**14  # scores that tell where to look
+_IN_CACHE = 2**17  # scores
 
 
 def largest(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
@@ -20,37 +26,88 @@ def largest(scores: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     [True, True, False, False]
     """
     scores = scores.detach()
-    allowed = scores.numel() if among is None else int(torch.count_nonzero(among))
+    allowed = scores.numel() if among is None else counted(among)
     if not 0 <= count <= allowed:
         raise ValueError(f"`count` must be from 0 to {allowed}, got {count}.")
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
-    if among is None:
-        last = _kth_largest(scores.flatten(), count)
-    elif 2 * allowed < scores.numel():
-        last = _kth_largest(scores[among], count)
-    else:
-        last = _kth_largest(scores.masked_fill(~among, -torch.inf).flatten(), count)
+    if scores.device.type == "cpu":
+        return _largest_on_cpu(scores, count, among, count / allowed)
+    last = _kth_largest(scores.flatten() if among is None else scores[among], count)
     mask = scores >= last
     if among is not None:
         mask &= among
-    surplus = int(torch.count_nonzero(mask)) - count
+    surplus = counted(mask) - count
     if surplus:
         ties = (mask & (scores == last)).flatten().nonzero()[:, 0]
         mask.view(-1)[ties[len(ties) - surplus :]] = False
     return mask
 
 
-def _kth_largest(scores: Tensor, k: int) -> Tensor:
-    """Return the k-th largest of a flat tensor."""
-    if not scores.is_cuda and scores.dtype in (torch.float32, torch.float64):
-        import numpy as np  # whose selection is five to twenty times as fast as torch's on a CPU
+def counted(mask: Tensor) -> int:
+    """Count what is set; waits for the device."""
+    import numpy as np  # four times as fast as torch on a CPU
 
-        place = scores.numel() - k
-        return scores.new_tensor(np.partition(scores.numpy(), place)[place])
-    if 2 * k <= scores.numel():  # by way of the shorter end
+    on_cpu = mask.device.type == "cpu"
+    return int(np.count_nonzero(mask.numpy()) if on_cpu else torch.count_nonzero(mask))
+
+
+def _kth_largest(scores: Tensor, k: int) -> Tensor:
+    """Return the k-th largest of a flat tensor, by way of the shorter end."""
+    if 2 * k <= scores.numel():
         return scores.topk(k, sorted=False).values.amin()
     return scores.topk(scores.numel() - k + 1, largest=False, sorted=False).values.amax()
+
+
+def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: float) -> Tensor:
+    """Do it by numpy, which is several times as fast as torch there.
+
+    A sample tells between which scores the last one that is in must lie, so that few are sorted. If
+    the sample is wrong, all of them are.
+    """
+    import numpy as np
+
+    halves = scores.dtype in (torch.bfloat16, torch.float16)  # which numpy does not have or sorts
+    values = (scores.float() if halves else scores).flatten().numpy()
+    allowed = None if among is None else among.flatten().numpy()
+    low, high = _bounds(values, allowed, share)
+    mask = np.empty(len(values), bool)
+    parts = []
+    for start in range(0, len(values), _IN_CACHE):
+        here = slice(start, start + _IN_CACHE)
+        reach = values[here] >= low
+        np.greater(values[here], high, out=mask[here])
+        if allowed is not None:
+            reach &= allowed[here]
+            mask[here] &= allowed[here]
+        parts.append(start + np.flatnonzero(reach ^ mask[here]))
+    close = np.concatenate(parts)
+    left = count - np.count_nonzero(mask)
+    if not 0 <= left <= len(close):
+        mask, left = np.zeros_like(mask), count
+        close = np.arange(len(values)) if allowed is None else np.flatnonzero(allowed)
+    if left:
+        candidates = values[close]
+        last = np.partition(candidates, len(close) - left)[len(close) - left]
+        better = candidates > last
+        mask[close[better]] = True
+        mask[close[candidates == last][: left - np.count_nonzero(better)]] = True
+    return torch.from_numpy(mask).view(scores.shape)
+
+
+def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
+    """Guess between which values the last one of a share of the largest lies."""
+    import numpy as np
+
+    step = len(values) // _SAMPLED | 1
+    sample = np.sort(values[::step] if allowed is None else values[::step][allowed[::step]])
+    place = (1 - share) * len(sample)
+    room = 4 * math.sqrt(share * (1 - share) * len(sample)) + 2  # four standard deviations
+    first, last = int(place - room), int(place + room)
+    return (
+        -math.inf if step == 1 or first < 0 else float(sample[first]),
+        math.inf if step == 1 or last >= len(sample) else float(sample[last]),
+    )
 
 
 def largest_in_rows(scores: Tensor, counts: Tensor) -> Tensor:

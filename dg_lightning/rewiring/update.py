@@ -6,7 +6,7 @@ Scores are at least 0. Whatever is not finite must be sorted out before.
 import torch
 from torch import Tensor
 
-from .selection import largest, largest_in_rows
+from .selection import counted, largest, largest_in_rows
 from .structures import Structure
 
 __all__ = ["largest_mask", "rewired"]
@@ -48,7 +48,7 @@ def rewired(
     """
     structure = structure or Structure()
     old = structure.masks(mask)
-    total = int(torch.count_nonzero(old))
+    total = counted(old)
     dropped = int(drop_fraction * total + 1e-9)
     if exclude_just_dropped:
         dropped = min(dropped, old.numel() - total)

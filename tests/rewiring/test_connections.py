@@ -14,6 +14,7 @@ from dg_lightning.rewiring import (
     Connections,
     Structure,
     initial_mask,
+    mask_gradients,
     parameter_slots,
     reset_slots,
     rewired,
@@ -72,7 +73,7 @@ def test_missing_connections_stay_at_zero_and_new_ones_start_there(
     for step in range(4):
         dense_gradient(layer, seed + step)
         gradient = layer.weight.grad.clone()
-        c.mask_gradient()
+        mask_gradients([c])
         optimizer.step()
         assert type(optimizer) in WEIGHT_BY_WEIGHT
         assert_clean(c, optimizer)
@@ -99,7 +100,7 @@ def test_slots_that_do_not_start_at_zero_start_where_the_optimizer_does() -> Non
             dense_gradient(layer, seed)
             optimizer.step()
         where = torch.tensor([[False, True, False], [False, True, False]])
-        reset_slots(optimizer, layer.weight, where)
+        reset_slots(optimizer, layer.weight, but=~where)
         state = optimizer.state[layer.weight][slot].flatten()
         assert state[[1, 4]].tolist() == pytest.approx([value, value])
         assert (state[[0, 2, 3, 5]] != value).all()
@@ -118,7 +119,7 @@ def test_a_full_mask_trains_bit_for_bit_as_no_mask(name: str) -> None:
         for step in range(5):
             dense_gradient(layer, step)
             if masked:
-                c.mask_gradient()
+                mask_gradients([c])
             optimizer.step()
         ends.append(layer.weight.detach().clone())
     assert torch.equal(*ends)
@@ -140,7 +141,7 @@ def test_it_is_cleaned_up_after_an_optimizer_that_mixes_weights() -> None:
     optimizer = Mixing(layer.parameters(), 0.1, momentum=0.9)
     c = Connections("layer", layer, random_mask(layer.weight, 0.3))
     dense_gradient(layer, 0)
-    c.mask_gradient()
+    mask_gradients([c])
     optimizer.step()
     assert type(optimizer) not in WEIGHT_BY_WEIGHT
     assert (layer.weight[~c.mask] != 0).any()
@@ -228,7 +229,7 @@ def test_a_gradient_of_a_missing_connection_is_gone_whatever_it_was(dtype: Any) 
     gradient = torch.randn(6, 8).to(dtype)
     layer.weight.grad = gradient.masked_fill(~c.mask, torch.inf)
     layer.weight.grad[~c.mask & (gradient > 0)] = torch.nan
-    c.mask_gradient()
+    mask_gradients([c])
     assert torch.equal(layer.weight.grad, gradient.masked_fill(~c.mask, 0))
 
 
@@ -243,7 +244,7 @@ def test_weights_in_another_memory_format_are_rewired_alike() -> None:
         for seed in range(3):
             dense_gradient(layer, seed)
             scores = layer.weight.grad.abs()
-            c.mask_gradient()
+            mask_gradients([c])
             optimizer.step()
             c.change(rewired(c.mask, layer.weight.abs(), scores, 0.5), optimizer)
             assert_clean(c, optimizer)
