@@ -68,6 +68,7 @@ class Switch(pl.Callback):
             trainer.callbacks = [self.rigl, *others]  # type: ignore[attr-defined]
             for c in self.rigl.connections.values():
                 c.clean(optimizer)
+                c.changed_at = trainer.global_step  # else a missed update would be made up for
         self.started = time.perf_counter()
 
 

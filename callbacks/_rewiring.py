@@ -72,6 +72,9 @@ class Rewiring(Sparse):
 
     def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
         """Return the new mask of a layer, from scores for keeping and for growing."""
+        if c.full:
+            return c.mask
+        fraction, total = self._fraction_at(step), c.count // c.structure.block**2
         return rewired(
-            c.mask, keep, grow, self._fraction_at(step), c.structure, self.exclude_just_dropped
+            c.mask, keep, grow, fraction, c.structure, self.exclude_just_dropped, total
         )

@@ -196,14 +196,17 @@ class RigL(Rewiring):
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
         masks = {}
+        keeps = {c: c.weight.detach().abs() for c in self._scores}
+        fine = all_finite(keeps.values())
         for c, grow in self._scores.items():
-            keep = c.weight.detach().abs()
+            keep = keeps[c]
+            if not fine and not all_finite([keep]):
+                continue
             if c.layer in rates:
                 share = rates[c.layer].clamp_min(_LEAST_RATE)
                 grow = grow / share
                 keep = keep * share if self.gate_aware == "drop_and_grow" else keep
-            if all_finite([keep]):
-                masks[c] = self.rewire(step, c, keep, grow)
+            masks[c] = self.rewire(step, c, keep, grow)
         self._scores = {}
         return masks
 

@@ -52,13 +52,18 @@ class Connections:
         self.structure = structure or Structure()
         self.weight = cast(nn.Parameter, layer.weight)
         self.mask = mask.to(self.weight.device, copy=True)
-        self.full = bool(self.mask.all())
+        (self.count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
         self.churn = torch.zeros(())
         self._explored = packed(self._sample())
         self._figures: dict[str, Tensor] | None = None
         layer.connection_mask = self.mask
         self.apply()
+
+    @property
+    def full(self) -> bool:
+        """Whether every connection exists."""
+        return self.count == self.mask.numel()
 
     def move(self) -> None:
         """Follow the weight to its device."""
@@ -79,11 +84,12 @@ class Connections:
     @torch.no_grad()
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
+        if mask is self.mask:  # nothing has changed
+            return
         same = mask == self.mask
-        connections = counted(mask)
-        self.churn = torch.tensor(counted(mask > self.mask) / max(1, connections))
+        self.count, new = counted(mask, mask > self.mask)
+        self.churn = torch.tensor(new / max(1, self.count))
         self.mask.copy_(mask)
-        self.full = connections == mask.numel()
         keep_only([(self.weight, same)])
         if optimizer is not None:
             reset_slots(optimizer, self.weight, but=same)
@@ -99,11 +105,11 @@ class Connections:
         if self._figures is None:
             matrix = self.mask.flatten(1).view(torch.uint8)
             self._figures = {
-                "density": torch.count_nonzero(matrix) / matrix.numel(),
+                "density": torch.tensor(self.count / matrix.numel()),
                 "churn": self.churn,
                 "itop": self._share_explored(),
-                "dead_inputs": (matrix.amax(0) == 0).sum().float(),
-                "dead_outputs": (matrix.amax(1) == 0).sum().float(),
+                "dead_inputs": (matrix.amax(0) == 0).sum(dtype=torch.float32),
+                "dead_outputs": (matrix.amax(1) == 0).sum(dtype=torch.float32),
             }
         return self._figures
 
@@ -138,7 +144,7 @@ class Connections:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
-        self.full = bool(self.mask.all())
+        (self.count,) = counted(self.mask)
         self._explored.copy_(state["explored"])
         self.churn.fill_(state["churn"])
         self.changed_at = state["changed_at"]

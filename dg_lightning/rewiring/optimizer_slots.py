@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,23 +69,34 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     Asked of the optimizer itself, because not all of them are 0: Adagrad starts with
     `initial_accumulator_value`, Rprop with a step size.
     """
-    accepted = inspect.signature(type(optimizer)).parameters
-    options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    settings = {key: value for key, value in group.items() if key != "params"}
-    device = parameter.device
-    if type(optimizer) in WEIGHT_BY_WEIGHT:  # a GPU would only be waited for
-        device = torch.device("cpu")
-        plain = dict.fromkeys({"foreach", "fused", "capturable"} & set(options), False)
-        options, settings = options | plain, settings | plain
-        settings = {k: float(v) if isinstance(v, Tensor) else v for k, v in settings.items()}
-    weight = nn.Parameter(torch.zeros(1, 1, dtype=parameter.dtype, device=device))
-    weight.grad = torch.zeros_like(weight)
+    given = [(key, value) for key, value in group.items() if key != "params"]
+    settings = tuple((key, float(v) if isinstance(v, Tensor) else v) for key, v in given)
+    kind, keys = type(optimizer), tuple(optimizer.defaults)
+    # The device of the weight would only be waited for; but who knows where others can run.
+    device = torch.device("cpu") if kind in WEIGHT_BY_WEIGHT else parameter.device
     try:
-        trial = type(optimizer)([weight], **options)
-        trial.param_groups[0] |= settings
-        with torch.enable_grad():
-            trial.step()
+        return _tried(kind, keys, settings, parameter.dtype, device)
     except TypeError:
-        return {}  # it needs more than its defaults, or a closure; slots almost always start at 0
+        # It needs more than its defaults, or a closure; slots almost always start at 0.
+        return {}
+
+
+@lru_cache(maxsize=16)  # the layers of a net have the same settings, and often keep them
+def _tried(
+    kind: type[Optimizer],
+    keys: tuple[str, ...],
+    settings: tuple[tuple[str, Any], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, float]:
+    plain = {"foreach": False, "fused": False, "capturable": False} if device.type == "cpu" else {}
+    every = {key: plain.get(key, value) for key, value in settings}
+    accepted = inspect.signature(kind).parameters
+    weight = nn.Parameter(torch.zeros(1, 1, dtype=dtype, device=device))
+    weight.grad = torch.zeros_like(weight)
+    trial = kind([weight], **{key: every[key] for key in keys if key in accepted})
+    trial.param_groups[0] |= every
+    with torch.enable_grad():
+        trial.step()
     return {name: float(value.flatten()[0]) for name, value in parameter_slots(trial, weight)}

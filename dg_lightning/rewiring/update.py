@@ -34,10 +34,12 @@ def rewired(
     drop_fraction: float,
     structure: Structure | None = None,
     exclude_just_dropped: bool = False,
+    total: int | None = None,
 ) -> Tensor:
     """Drop the share of connections with the smallest scores, and grow as many others.
 
-    The smallest are sought in the whole layer; each group grows as many as it has lost. What was
+    `total` is the number of connections or blocks, where it is known: to count them waits for the
+    device. The smallest are sought in the whole layer; each group grows as many as it has lost. What was
     just dropped may grow again, and then counts as kept: a layer whose best connections are the
     ones that it has does not change.
 
@@ -48,17 +50,18 @@ def rewired(
     """
     structure = structure or Structure()
     old = structure.masks(mask)
-    total = counted(old)
+    total = counted(old)[0] if total is None else total
     dropped = int(drop_fraction * total + 1e-9)
     if exclude_just_dropped:
         dropped = min(dropped, old.numel() - total)
     if dropped == 0:
         return mask.clone()
     keep, grow = structure.groups(keep_scores), structure.groups(grow_scores)
-    kept = largest(keep, total - dropped, among=old)
+    kept = largest(keep, total - dropped, old, total)
     candidates = ~(old if exclude_just_dropped else kept)
     if len(old) == 1:
-        return structure.ungroup(kept | largest(grow, dropped, among=candidates), mask)
+        left = old.numel() - (total if exclude_just_dropped else total - dropped)
+        return structure.ungroup(kept | largest(grow, dropped, candidates, left), mask)
     lost = old.sum(-1) - kept.sum(-1)
     grown = largest_in_rows(grow.masked_fill(~candidates, -torch.inf), lost) & candidates
     if exclude_just_dropped:  # a group may have fewer candidates than it has lost

@@ -22,7 +22,6 @@ _WORTH_A_THREAD = 2**17  # entries
 _MOST_THREADS = 4
 
 
-@torch.no_grad()
 def keep_only(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Set the entries of tensors to 0 where their mask, bool and of the same shape, is not set.
 
@@ -31,22 +30,25 @@ def keep_only(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
     >>> values.tolist()
     [1.0, 0.0]
     """
-    arrays = []
+    arrays, tensors, factors = [], [], []
     for values, mask in kept:
         integers = _AS_INTEGERS.get(values.dtype)
         if integers is None:
-            values.masked_fill_(~mask, 0)
+            values.detach().masked_fill_(~mask, 0)
             continue
         # As whole numbers, whose product with 0 is 0 and with 1 the same bits: torch's own ways are
         # several times as slow, or leave inf * 0 there.
         bits, ones = values.detach().view(integers), mask.view(torch.uint8)
-        if bits.device.type != "cpu" or not (bits.is_contiguous() and ones.is_contiguous()):
-            bits.mul_(ones)
-            continue
-        increment_version(values)
-        arrays.append((bits.view(-1).numpy(), ones.view(-1).numpy()))
+        if bits.device.type == "cpu" and bits.is_contiguous() and ones.is_contiguous():
+            increment_version(values)
+            arrays.append((bits.view(-1).numpy(), ones.view(-1).numpy()))
+        else:
+            tensors.append(bits)
+            factors.append(ones)
     if arrays:
         _multiply(arrays)
+    if tensors:
+        torch._foreach_mul_(tensors, factors)
 
 
 def _multiply(arrays: list[tuple[Any, Any]]) -> None:

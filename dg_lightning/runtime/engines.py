@@ -91,6 +91,7 @@ def _of_nobody(x: Tensor, net: FeedForward) -> Tensor:
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
+_BAGS = 8  # sums of units that are made side by side
 _IN_CACHE = 2**21  # entries of a tensor for the moment, while it is used
 
 
@@ -220,7 +221,8 @@ def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     Without gradients.
     """
     blocks, samples = net.blocks(), x.unbind()
-    is_open = (gate != 0).nonzero().tolist()
+    opened = (gate != 0).nonzero()
+    is_open = opened.tolist()
     hidden = x.new_empty(len(is_open), net.block_size)
     for (sample, block), out in zip(is_open, hidden.unbind(), strict=True):
         weight, bias = blocks[block].first, blocks[block].bias
@@ -231,6 +233,31 @@ def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     hidden = net.activation(hidden)
     total = _of_nobody(x, net)
     outputs = total.unbind()
+    if net.second[0].stride(0) == 1:  # laid out by unit
+        counts = torch.bincount(opened[:, 0], minlength=len(x)).tolist()
+        parts = zip(outputs, hidden.split(counts), opened[:, 1].split(counts), strict=True)
+        for out, units, own in parts:
+            out += _sum_of_units(units, own, net.second[0].t())
+        return total
     for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
         outputs[sample].addmv_(blocks[block].second, units)
     return total
+
+
+def _sum_of_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    """Sum the weights ``(units, outputs)`` of a sample's units, times their values.
+
+    A unit at exactly 0, as half of them are behind a ReLU, is not read.
+    """
+    units = blocks.unsqueeze(1) * values.shape[1] + torch.arange(
+        values.shape[1], device=blocks.device
+    )
+    active = values.flatten().nonzero()[:, 0]
+    starts = torch.arange(0, len(active), -(-len(active) // _BAGS) or 1, device=active.device)
+    return F.embedding_bag(
+        units.flatten()[active],
+        weights,
+        starts,
+        mode="sum",
+        per_sample_weights=values.flatten()[active],
+    ).sum(0)
