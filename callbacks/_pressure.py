@@ -1,7 +1,7 @@
 """How a callback presses on gates: adding the gradient of a penalty to the one of any loss."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from dg_lightning.protocol import GateLike, release
 from dg_lightning.slots import Slots, slots_of
 
 from ._agreement import mean_over_ranks
+from ._logit_pull import LogitPull
 
 __all__ = ["Pressure"]
 
@@ -85,6 +86,9 @@ class Pressure:
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         # Of static gates: the matrix that takes their means, and what it was made for.
         self._means: tuple[Any, Tensor] | None = None
+        known = of == "p" and not unit_costs and all(map(LogitPull.fits, gates.values()))
+        self._logits = LogitPull(list(gates.values())) if known else None
+        self._after: tuple[Any, Any, list[float]] | None = None
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -102,8 +106,12 @@ class Pressure:
         *,
         weight: float = 1.0,
         reduce: bool = True,
+        reads: Sequence[Tensor] = (),
+        wants_rates: bool = True,
     ) -> Tensor | None:
         """Add to the gradient of the loss; return the rates, or None if it was done already.
+
+        That of static gates is added by `after_backward`.
 
         Args:
             trainer: The Trainer.
@@ -112,6 +120,8 @@ class Pressure:
             gradient_of: The derivative of the penalty by the rates, from the rates.
             weight: What it is multiplied by.
             reduce: Whether the rates are to be those of all processes; DDP averages gradients.
+            reads: The tensors that `gradient_of` reads.
+            wants_rates: Whether the rates are needed; None may be returned where they are not.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -122,34 +132,47 @@ class Pressure:
             return None
         fresh = {name: self._value(name) for name in ways}
         self._penalised += fresh.values()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        every = pl_module.automatic_optimization and len(fresh) == len(self.gates)
+        if self._logits is not None and every and scaler is None:
+            parts = trainer.accumulate_grad_batches
+            scales = [weight * slots.factor / parts for slots in self.slots(trainer)]
+            self._after = (gradient_of, reads, scales)
+            with torch.no_grad():  # which are the same on all processes
+                return self._rates({}) if wants_rates else None
         with torch.no_grad():
             shares = self._shares(loss) if self.unit_costs else {}
             rates = self._rates(shares)
             if reduce:
                 rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 gradient = scaler.scale(gradient)
             pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
             for name, share in shares.items():
                 pulls[name] = pulls[name] * share
-        scales = self._scales(trainer, pl_module, fresh, weight)
+        scale_of = self._scales(trainer, pl_module, fresh, weight)
         beside = []
         for name, value in fresh.items():
             if ways[name] == "by":
-                self._pull(value, pulls[name], scales[name])
+                self._pull(value, pulls[name], scale_of[name])
             else:
                 beside.append(name)
         if beside:
             zero = _Pull.apply(
-                [pulls[name] * scales[name] for name in beside], *(fresh[name] for name in beside)
+                [pulls[name] * scale_of[name] for name in beside], *(fresh[name] for name in beside)
             )  # type: ignore[no-untyped-call]
             # Only a gradient is added: the value, which the last operation of the loss may need for
             # its own backward pass, stays as it is, and so does its version.
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         return rates
+
+    def after_backward(self) -> None:
+        """Add what is left to add, when the gradients are there."""
+        if self._after is not None and self._logits is not None:
+            self._logits.add(*self._after)
+            self._after = None
 
     def _rates(self, shares: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of every gate's values, in as few operations as there can be."""
@@ -216,11 +239,14 @@ class Pressure:
         return scales
 
     def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:
-        """Return values as a tensor, which is made anew only when they have changed."""
+        """Return values as a tensor, which stays where it is when they change."""
         kept = self._constants.get(name)
-        if kept is None or kept[0] != values or kept[1].device != like.device:
+        if kept is None or kept[1].device != like.device:
             made = torch.tensor(values, dtype=torch.float32, device=like.device)
             self._constants[name] = kept = (values, made)
+        elif kept[0] != values:
+            kept[1].copy_(torch.tensor(values))
+            self._constants[name] = kept = (values, kept[1])
         return kept[1]
 
     def let_go(self) -> None:
@@ -236,7 +262,7 @@ class Pressure:
     def forget(self) -> None:
         """Let go of the graph of the last forward pass."""
         release(self.gates.values())
-        self._penalised, self._missing = [], 0
+        self._penalised, self._missing, self._after = [], 0, None
 
     def _shares(self, like: Tensor) -> dict[str, Tensor]:
         return {

@@ -75,6 +75,4 @@ class Rewiring(Sparse):
         if c.full:
             return c.mask
         fraction, total = self._fraction_at(step), c.count // c.structure.block**2
-        return rewired(
-            c.mask, keep, grow, fraction, c.structure, self.exclude_just_dropped, total
-        )
+        return rewired(c.mask, keep, grow, fraction, c.structure, self.exclude_just_dropped, total)

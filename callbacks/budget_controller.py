@@ -215,11 +215,19 @@ class BudgetController(pl.Callback):
             parts = zip(self._budgets.items(), rates.split(sizes), strict=True)
             return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
 
-        rates = self.pressure.act(trainer, pl_module, loss, gradient_of)
-        if rates is not None and logs_now(trainer):
+        reads = [t for name, b in self._budgets.items() for t in (weights[name], *b.reads())]
+        logs = logs_now(trainer)
+        rates = self.pressure.act(
+            trainer, pl_module, loss, gradient_of, reads=reads, wants_rates=logs
+        )
+        if rates is not None and logs:
             for (name, budget), part in zip(self._budgets.items(), rates.split(sizes), strict=True):
                 log_of_step(pl_module, self._key("gates/penalty", name), budget.usage(part))
                 log_of_step(pl_module, self._key("gates/penalty_weight", name), weights[name])
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.pressure.after_backward()
 
     @override
     def on_train_batch_end(

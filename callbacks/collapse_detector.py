@@ -10,7 +10,7 @@ from typing_extensions import override
 from dg_lightning.averaging import keep_settings_live
 from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
 from dg_lightning.deployed import floor_of
-from dg_lightning.gate_statistics import GateFigures, GateStatistics, unit_rates
+from dg_lightning.gate_statistics import GateFigures, GateStatistics, open_shares, unit_rates
 from dg_lightning.log_steps import log_of_step
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.rescue import Rescue
@@ -127,11 +127,11 @@ class CollapseDetector(pl.Callback):
         if step == self._checked_at or not (second or due):
             return
         self._checked_at = step
-        rates = mean_over_ranks(trainer, unit_rates(list(self._gates.values())))
+        gates = list(self._gates.values())
         if not second:
-            self._statistics.before(rates)
+            self._statistics.before(mean_over_ranks(trainer, open_shares(gates)))
             return
-        figures = self._statistics.check(rates)
+        figures = self._statistics.check(mean_over_ranks(trainer, unit_rates(gates)))
         found: dict[str, Verdict] = {}
         for (name, gate), gate_figures in zip(self._gates.items(), figures, strict=True):
             history = self._history[name]

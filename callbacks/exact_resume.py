@@ -33,8 +33,8 @@ class ExactResume(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._to_restore: dict[str, Any] | None = None
         self._fits = False
+        self._restore_later(None)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -98,7 +98,7 @@ class ExactResume(pl.Callback):
                 "uninterrupted run."
             )
         else:
-            self._to_restore = states[trainer.global_rank]
+            self._restore_later(states[trainer.global_rank])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,4 +120,12 @@ class ExactResume(pl.Callback):
         # In the middle of an epoch, loaders have drawn their seeds anew since the start.
         if self._to_restore is not None and batch_idx > 0:
             self.restore(self._to_restore)
-        self._to_restore = None
+        self._restore_later(None)
+
+    def _restore_later(self, state: dict[str, Any] | None) -> None:
+        """Keep what is to be restored; without it, no batch is waited for."""
+        self._to_restore = state
+        if state is None:
+            self.on_train_batch_start = None  # type: ignore[assignment, method-assign]
+        else:
+            vars(self).pop("on_train_batch_start", None)

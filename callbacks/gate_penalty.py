@@ -174,22 +174,29 @@ class GatePenalty(pl.Callback):
             for slots in self.pressure.slots(trainer):
                 if not slots.pressing:
                     slots.pressing = weight * slots.factor > 0
+        terms, logs = self._terms(trainer, loss), logs_now(trainer)
         rates = self.pressure.act(
             trainer,
             pl_module,
             loss,
-            lambda rates: usage_gradient(self.usage, rates, **self._terms(trainer, rates)),
+            lambda rates: usage_gradient(self.usage, rates, **terms),
             weight=weight,
             reduce=self.usage != "linear",  # whose gradient does not depend on other processes
+            reads=self._tensors(terms),
+            wants_rates=logs,
         )
-        if rates is not None and logs_now(trainer):
+        if rates is not None and logs:
             suffix = "" if self.name is None else f"/{self.name}"
             factors = [slots.factor for slots in self.pressure.slots(trainer)]
-            usage = usage_term(self.usage, rates, **self._terms(trainer, rates))
+            usage = usage_term(self.usage, rates, **terms)
             log_of_step(pl_module, f"gates/penalty{suffix}", usage)
             log_of_step(
                 pl_module, f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors)
             )
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.pressure.after_backward()
 
     @override
     def on_exception(
@@ -208,19 +215,27 @@ class GatePenalty(pl.Callback):
     ) -> None:
         self.pressure.let_go()
 
-    def _terms(self, trainer: Any, rates: Tensor) -> dict[str, Any]:
-        """Return the arguments of the usage term, on the device of the rates."""
+    def _terms(self, trainer: Any, like: Tensor) -> dict[str, Any]:
+        """Return the arguments of the usage term, as they are now, on the device of a tensor."""
         weights = None
         if self.layer_weights:
-            weights = self.pressure.constant("layer weights", self._layer_weights, rates)
+            weights = self.pressure.constant("layer weights", self._layer_weights, like)
+        if self._prices is not None:
+            self._prices.refresh()
         return {
-            "targets": self._targets(trainer, rates),
+            "targets": self._targets(trainer, like),
             "power": self.power,
             "layer_weights": weights,
             "prices": self._prices,
         }
 
-    def _targets(self, trainer: Any, rates: Tensor) -> Tensor | None:
+    @staticmethod
+    def _tensors(terms: dict[str, Any]) -> list[Tensor]:
+        prices = terms["prices"]
+        found = [terms["targets"], terms["layer_weights"], None if prices is None else prices.form]
+        return [tensor for tensor in found if tensor is not None]
+
+    def _targets(self, trainer: Any, like: Tensor) -> Tensor | None:
         """Return the rate that each gate is meant to have."""
         if self.usage in ("linear", "expected_macs"):
             return None
@@ -238,4 +253,4 @@ class GatePenalty(pl.Callback):
                     f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, "
                     "or let ThresholdPhases set keep targets."
                 )
-        return self.pressure.constant("targets", values, rates)
+        return self.pressure.constant("targets", values, like)

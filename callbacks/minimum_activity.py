@@ -64,6 +64,8 @@ class MinimumActivity(pl.Callback):
         self._gates: dict[str, GateLike] = {}
         self._seen_at = 0
         self._statistics = GateStatistics([])
+        if revive_after is None:
+            self.on_train_batch_end = None  # type: ignore[assignment, method-assign]
 
     @cached_property  # Lightning asks for it at every hook
     @override
@@ -115,7 +117,7 @@ class MinimumActivity(pl.Callback):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
-        if self.revive_after is None or step == self._seen_at or step > self._until:
+        if step == self._seen_at or step > self._until:
             return
         if step // self._interval == self._seen_at // self._interval:
             return

@@ -127,6 +127,13 @@ class GateBudget:
             return self.prices.gradient(rates, weight)
         return self._units(rates) * weight
 
+    def reads(self) -> list[Tensor]:
+        """Return the tensors that `usage_gradient` reads, as they are now."""
+        if self.prices is None:
+            return [self.unit_shares]
+        self.prices.refresh()
+        return [self.prices.form]
+
     def _units(self, like: Tensor) -> Tensor:
         """Return each gate's share of all units."""
         if self.unit_shares.device != like.device:
@@ -257,7 +264,9 @@ class Multiplier:
             value = (value * step.exp()).clamp(self.lowest, self.highest)
         else:
             value = (value + self.integral * self.initial * error).clamp(0, self.highest)
-        self.value, self.error = value, error
+        # In place: a recorded penalty reads λ where it lies.
+        self.value.copy_(value)
+        self.error = error
 
     def state_dict(self) -> dict[str, float]:
         """Return λ and the last error."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from dg_lightning.deployed import deployed_gate
 from dg_lightning.protocol import GateLike
 
-__all__ = ["GateFigures", "GateStatistics", "unit_rates"]
+__all__ = ["GateFigures", "GateStatistics", "open_shares", "unit_rates"]
 
 
 class GateFigures(NamedTuple):
@@ -27,22 +27,31 @@ class GateFigures(NamedTuple):
 
 
 @torch.no_grad()
+def open_shares(gates: Sequence[GateLike]) -> Tensor:
+    """Return the share of samples that open each block, of all gates in one vector."""
+    opened = [deployed_gate(gate).float() for gate in gates]
+    return torch.cat([g.reshape(-1, g.shape[-1]).mean(0) if g.ndim > 1 else g for g in opened])
+
+
+@torch.no_grad()
 def unit_rates(gates: Sequence[GateLike]) -> Tensor:
     """Return the last forward pass of all gates in one vector, which ranks may average.
 
     First the share of samples that open each block, then the mean p of each block, then for each
     gate the spread of p over samples, its threshold and its temperature.
     """
-    opened, means, settings = [], [], []
+    opened, means, settings = open_shares(gates), [], []
     for gate in gates:
-        is_open, p = deployed_gate(gate), gate.probability
+        p = gate.probability
         assert p is not None
-        rows = p.detach().float().reshape(-1, p.shape[-1])
-        opened.append(is_open.float().reshape(-1, p.shape[-1]).mean(0))
-        means.append(rows.mean(0))
-        spread = rows.std(0, correction=0).mean()
-        settings.append(torch.stack([spread, gate.threshold.float(), gate.temperature.float()]))
-    return torch.cat([*opened, *means, *settings])
+        rows = p.detach().float()
+        spread = rows.new_zeros(())  # of samples that share one p
+        if rows.ndim > 1:
+            rows = rows.reshape(-1, p.shape[-1])
+            spread, rows = rows.std(0, correction=0).mean(), rows.mean(0)
+        means.append(rows)
+        settings += [spread, gate.threshold.float(), gate.temperature.float()]
+    return torch.cat([opened, *means, torch.stack(settings)])
 
 
 class GateStatistics:
@@ -61,20 +70,25 @@ class GateStatistics:
         # Largest and smallest share of samples, of the window that is filled and of the last one.
         self.extremes: list[Tensor] = []
         self.dead = torch.zeros(sum(self.sizes), dtype=torch.bool)
+        self._device = torch.device("cpu")
 
     def before(self, rates: Tensor) -> None:
-        """Note the step before a check, which flips are counted from."""
-        self.previous = rates[: sum(self.sizes)]
+        """Note the `open_shares` of the step before a check, which flips are counted from."""
+        self.previous = rates
 
     @torch.no_grad()
     def check(self, rates: Tensor) -> list[GateFigures]:
-        """Take in a vector of `unit_rates` and return the figures of every gate."""
+        """Take in a vector of `unit_rates` and return the figures of every gate.
+
+        It is read at once: what follows are many operations on a few numbers.
+        """
         blocks = sum(self.sizes)
+        self._device, rates = rates.device, rates.cpu()
         opened, p, settings = rates.split([blocks, blocks, 3 * len(self.sizes)])
         highest, lowest = self._watch(opened)
         changed = torch.zeros_like(opened)
         if self.previous is not None:
-            changed = (opened - self.previous.to(opened.device)).abs()
+            changed = (opened - self.previous.cpu()).abs()
         self.previous = None
         self.dead = highest == 0
         columns = [p, opened, self.dead.float(), (lowest == 1).float(), changed]
@@ -91,7 +105,7 @@ class GateStatistics:
     def dead_units(self, index: int, block_size: int) -> Tensor:
         """Return which units of a gate were dead at the last check: bool."""
         blocks: Tensor = self.dead.split(self.sizes)[index]
-        return blocks.repeat_interleave(block_size)
+        return blocks.repeat_interleave(block_size).to(self._device)
 
     @property
     def filled(self) -> bool:
@@ -100,7 +114,7 @@ class GateStatistics:
 
     def _watch(self, opened: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest and the smallest share of samples, over this window and the last."""
-        kept = [extreme.to(opened.device) for extreme in self.extremes]
+        kept = [extreme.cpu() for extreme in self.extremes]
         if self.checks % self.window == 0:
             kept = [*kept[-1:], torch.stack([opened, opened])]
         else:

@@ -143,10 +143,6 @@ class MacsPrices:
         self.maps = maps
         self._counted = self._masks()
         self.form = self._form()
-        # Kept from step to step: what the derivative, which is linear in the rates, was made of,
-        # its constant and its slope.
-        self._line: tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-        self._line = (None, None, self.form, self.form)
 
     def _form(self) -> Tensor:
         """Return S + Sᵀ: ``(gates + 1, gates + 1)``."""
@@ -176,9 +172,14 @@ class MacsPrices:
                 return True
         return False
 
-    def _on(self, rates: Tensor) -> Tensor:
+    def refresh(self) -> None:
+        """Count the connections anew where they have changed; the form stays where it is."""
         if self._rewired():
-            self._counted, self.form = self._masks(), self._form()
+            self._counted = self._masks()
+            self.form.copy_(self._form())
+
+    def _on(self, rates: Tensor) -> Tensor:
+        self.refresh()
         if self.form.device != rates.device or self.form.dtype != rates.dtype:
             self.form = self.form.to(rates.device, rates.dtype)
         return self.form
@@ -192,10 +193,8 @@ class MacsPrices:
     def gradient(self, rates: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the derivative of the share by each rate, times a weight."""
         form = self._on(rates)
-        if self._line[0] is not form or self._line[1] is not weight:
-            line = form[:-1] if weight is None else form[:-1] * weight
-            self._line = (form, weight, line[:, -1], line[:, :-1])
-        return torch.addmv(*self._line[2:], rates)
+        gradient = torch.addmv(form[:-1, -1], form[:-1, :-1], rates)
+        return gradient if weight is None else gradient * weight
 
 
 def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:

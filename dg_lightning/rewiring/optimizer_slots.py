@@ -72,7 +72,8 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     given = [(key, value) for key, value in group.items() if key != "params"]
     settings = tuple((key, float(v) if isinstance(v, Tensor) else v) for key, v in given)
-    kind, keys = type(optimizer), tuple(optimizer.defaults)
+    kind: Any = type(optimizer)
+    keys = tuple(optimizer.defaults)
     # The device of the weight would only be waited for; but who knows where others can run.
     device = torch.device("cpu") if kind in WEIGHT_BY_WEIGHT else parameter.device
     try:
@@ -84,7 +85,7 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
 
 @lru_cache(maxsize=16)  # the layers of a net have the same settings, and often keep them
 def _tried(
-    kind: type[Optimizer],
+    kind: Any,
     keys: tuple[str, ...],
     settings: tuple[tuple[str, Any], ...],
     dtype: torch.dtype,

@@ -93,7 +93,7 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
             mask[here] &= allowed[here]
         parts.append(start + np.flatnonzero(reach ^ mask[here]))
     close = np.concatenate(parts)
-    left = count - np.count_nonzero(mask)
+    left = count - int(np.count_nonzero(mask))
     if not 0 <= left <= len(close):
         mask, left = np.zeros_like(mask), count
         close = np.arange(len(values)) if allowed is None else np.flatnonzero(allowed)

@@ -38,10 +38,10 @@ def rewired(
 ) -> Tensor:
     """Drop the share of connections with the smallest scores, and grow as many others.
 
-    `total` is the number of connections or blocks, where it is known: to count them waits for the
-    device. The smallest are sought in the whole layer; each group grows as many as it has lost. What was
+    The smallest are sought in the whole layer; each group grows as many as it has lost. What was
     just dropped may grow again, and then counts as kept: a layer whose best connections are the
-    ones that it has does not change.
+    ones that it has does not change. `total` is the number of connections or blocks, where it is
+    known: to count them waits for the device.
 
     >>> mask = torch.tensor([[True, True, False, False]])
     >>> weights, gradients = torch.tensor([[1.0, 9, 0, 0]]), torch.tensor([[0.0, 0, 5, 7]])

@@ -112,7 +112,7 @@ def test_a_full_mask_trains_bit_for_bit_as_no_mask(name: str) -> None:
     ends = []
     for masked in (False, True):
         torch.manual_seed(0)
-        layer = nn.Linear(8, 6)
+        layer: Any = nn.Linear(8, 6)
         optimizer = OPTIMIZERS[name](layer.parameters())
         mask = torch.ones(6, 8, dtype=torch.bool)
         Connections("layer", layer, mask)

@@ -33,11 +33,16 @@ def values_and_mask(size: Any, dtype: Any = torch.float32) -> tuple[Tensor, Tens
 def test_large_tensors_are_zeroed_in_threads_as_small_ones(dtype: Any, monkeypatch: Any) -> None:
     pairs = [values_and_mask(size, dtype) for size in ((7, 11), (600, 1001), (3,), (0, 4))]
     expected = [values.masked_fill(~mask, 0) for values, mask in pairs]
-    submitted = []
+    submitted: list[Any] = []
     pool = zeroing._workers(0)
     monkeypatch.setattr(zeroing, "_workers", lambda process: pool)
     submit = pool.submit
-    monkeypatch.setattr(pool, "submit", lambda *a: submitted.append(a) or submit(*a))
+
+    def noted(*arguments: Any) -> Any:
+        submitted.append(arguments)
+        return submit(*arguments)
+
+    monkeypatch.setattr(pool, "submit", noted)
     keep_only(pairs)
     for (values, _), wanted in zip(pairs, expected, strict=True):
         assert torch.equal(values, wanted)
