@@ -55,6 +55,8 @@ class LogitPull:
             torch._foreach_add_(gradients, pulls, alpha=scales[0])
             return
         for gate, pull, scale in zip(self.gates, pulls, scales, strict=True):
+            if scale == 0:
+                continue
             if gate.logit.grad is None:
                 gate.logit.grad = pull * scale
             else:
@@ -86,6 +88,9 @@ class LogitPull:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             pulls = self._computed(gradient_of)
         return graph, pulls
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_recorded": None}
 
     def _computed(self, gradient_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the gradient by the logits of each gate."""

@@ -88,7 +88,6 @@ class Pressure:
         self._means: tuple[Any, Tensor] | None = None
         known = of == "p" and not unit_costs and all(map(LogitPull.fits, gates.values()))
         self._logits = LogitPull(list(gates.values())) if known else None
-        self._after: tuple[Any, Any, list[float]] | None = None
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -96,6 +95,43 @@ class Pressure:
             found = [slots_of(trainer, gate) for gate in self.gates.values()]
             self._slots = (weakref.ref(trainer), found)
         return self._slots[1]
+
+    def comes_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool:
+        """Tell whether `act_later` can do it all, behind the backward pass."""
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        return self._logits is not None and pl_module.automatic_optimization and not scaled
+
+    def act_later(
+        self,
+        trainer: Any,
+        gradient_of: Callable[[Tensor], Tensor],
+        reads: Sequence[Tensor],
+        *,
+        weight: float = 1.0,
+        wants_rates: bool = True,
+    ) -> Tensor | None:
+        """Add to the gradients of the logits; return the rates if they are wanted.
+
+        `reads` are the tensors that `gradient_of` reads; for the rest see `act`. Static gates are
+        the same on all processes.
+        """
+        assert self._logits is not None
+        done, parts = self._penalised, trainer.accumulate_grad_batches
+        # Kept until the next time: the graph of a static gate is small.
+        self._penalised = values = [gate.probability for gate in self._logits.gates]
+        scales = []
+        for index, slots in enumerate(self.slots(trainer)):
+            value = values[index]
+            old = bool(done) and value is done[index]  # the gate has not run again
+            fresh = value is not None and value.requires_grad and not old
+            scales.append(weight * slots.factor / parts if fresh else None)
+        if all(scale is None for scale in scales):
+            self._check_graph()
+            return None
+        if any(scales):
+            self._logits.add(gradient_of, reads, [scale or 0.0 for scale in scales])
+        with torch.no_grad():
+            return self._rates({}) if wants_rates else None
 
     def act(
         self,
@@ -106,12 +142,8 @@ class Pressure:
         *,
         weight: float = 1.0,
         reduce: bool = True,
-        reads: Sequence[Tensor] = (),
-        wants_rates: bool = True,
     ) -> Tensor | None:
         """Add to the gradient of the loss; return the rates, or None if it was done already.
-
-        That of static gates is added by `after_backward`.
 
         Args:
             trainer: The Trainer.
@@ -120,8 +152,6 @@ class Pressure:
             gradient_of: The derivative of the penalty by the rates, from the rates.
             weight: What it is multiplied by.
             reduce: Whether the rates are to be those of all processes; DDP averages gradients.
-            reads: The tensors that `gradient_of` reads.
-            wants_rates: Whether the rates are needed; None may be returned where they are not.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -132,20 +162,13 @@ class Pressure:
             return None
         fresh = {name: self._value(name) for name in ways}
         self._penalised += fresh.values()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        every = pl_module.automatic_optimization and len(fresh) == len(self.gates)
-        if self._logits is not None and every and scaler is None:
-            parts = trainer.accumulate_grad_batches
-            scales = [weight * slots.factor / parts for slots in self.slots(trainer)]
-            self._after = (gradient_of, reads, scales)
-            with torch.no_grad():  # which are the same on all processes
-                return self._rates({}) if wants_rates else None
         with torch.no_grad():
-            shares = self._shares(loss) if self.unit_costs else {}
+            shares = self._shares(loss.device) if self.unit_costs else {}
             rates = self._rates(shares)
             if reduce:
                 rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
             if scaler is not None:
                 gradient = scaler.scale(gradient)
             pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
@@ -167,12 +190,6 @@ class Pressure:
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         return rates
-
-    def after_backward(self) -> None:
-        """Add what is left to add, when the gradients are there."""
-        if self._after is not None and self._logits is not None:
-            self._logits.add(*self._after)
-            self._after = None
 
     def _rates(self, shares: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of every gate's values, in as few operations as there can be."""
@@ -238,11 +255,11 @@ class Pressure:
                 scales[name] = weight * slots.factor / (entries * parts)
         return scales
 
-    def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:
+    def constant(self, name: str, values: list[float], device: torch.device) -> Tensor:
         """Return values as a tensor, which stays where it is when they change."""
         kept = self._constants.get(name)
-        if kept is None or kept[1].device != like.device:
-            made = torch.tensor(values, dtype=torch.float32, device=like.device)
+        if kept is None or kept[1].device != device:
+            made = torch.tensor(values, dtype=torch.float32, device=device)
             self._constants[name] = kept = (values, made)
         elif kept[0] != values:
             kept[1].copy_(torch.tensor(values))
@@ -262,11 +279,15 @@ class Pressure:
     def forget(self) -> None:
         """Let go of the graph of the last forward pass."""
         release(self.gates.values())
-        self._penalised, self._missing, self._after = [], 0, None
+        self._penalised, self._missing = [], 0
 
-    def _shares(self, like: Tensor) -> dict[str, Tensor]:
+    def __getstate__(self) -> dict[str, Any]:
+        # A graph can be neither copied nor pickled, and slots belong to one Trainer.
+        return {**self.__dict__, "_penalised": [], "_slots": None}
+
+    def _shares(self, device: torch.device) -> dict[str, Tensor]:
         return {
-            name: self.constant(f"costs of {name}", [cost / sum(costs) for cost in costs], like)
+            name: self.constant(f"costs of {name}", [cost / sum(costs) for cost in costs], device)
             for name, costs in self.unit_costs.items()
         }
 

@@ -18,7 +18,7 @@ from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 from ._agreement import mean_over_ranks, refuse_two_penalties
 from ._pressure import Pressure
@@ -174,6 +174,9 @@ class BudgetController(pl.Callback):
         # Two steps are left for it: gates are frozen first and land one step later.
         self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
+        later = ["on_after_backward"], ["on_before_backward"]
+        comes_later = self.pressure.comes_later(trainer, pl_module)
+        use_hooks(self, *(later if comes_later else later[::-1]))
         warn_of_risks(self, trainer, pl_module)
         for slots in self.pressure.slots(trainer):
             slots.controlled = True
@@ -200,34 +203,47 @@ class BudgetController(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        begun = trainer.global_step >= self._begin
-        for slots in self.pressure.slots(trainer):
-            slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
-        if not begun or self._frozen is not None:
-            return
-        weights = {name: m.on(loss.device) for name, m in self._multipliers.items()}
-        sizes = [len(budget.gates) for budget in self._budgets.values()]
-
-        def gradient_of(rates: Tensor) -> Tensor:
-            if len(sizes) == 1:  # without the operations of parting and joining
-                ((name, budget),) = self._budgets.items()
-                return budget.usage_gradient(rates, weights[name])
-            parts = zip(self._budgets.items(), rates.split(sizes), strict=True)
-            return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
-
-        reads = [t for name, b in self._budgets.items() for t in (weights[name], *b.reads())]
-        logs = logs_now(trainer)
-        rates = self.pressure.act(
-            trainer, pl_module, loss, gradient_of, reads=reads, wants_rates=logs
-        )
-        if rates is not None and logs:
-            for (name, budget), part in zip(self._budgets.items(), rates.split(sizes), strict=True):
-                log_of_step(pl_module, self._key("gates/penalty", name), budget.usage(part))
-                log_of_step(pl_module, self._key("gates/penalty_weight", name), weights[name])
+        if self._presses(trainer):
+            rates = self.pressure.act(trainer, pl_module, loss, self._gradient_of)
+            if rates is not None and logs_now(trainer):
+                self._log(pl_module, rates)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.after_backward()
+        if self._presses(trainer):
+            reads = [m.on(pl_module.device) for m in self._multipliers.values()]
+            reads += [tensor for budget in self._budgets.values() for tensor in budget.reads()]
+            logs = logs_now(trainer)
+            rates = self.pressure.act_later(trainer, self._gradient_of, reads, wants_rates=logs)
+            if rates is not None:
+                self._log(pl_module, rates)
+
+    def _presses(self, trainer: Any) -> bool:
+        """Tell whether gates are pressed on now, and leave word of it."""
+        begun = trainer.global_step >= self._begin
+        for slots in self.pressure.slots(trainer):
+            slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
+        return begun and self._frozen is None
+
+    def _gradient_of(self, rates: Tensor) -> Tensor:
+        """Return the derivative of what is pressed on by the rate of each gate, times λ."""
+        weights = {name: m.on(rates.device) for name, m in self._multipliers.items()}
+        if len(weights) == 1:  # without the operations of parting and joining
+            ((name, budget),) = self._budgets.items()
+            return budget.usage_gradient(rates, weights[name])
+        parts = zip(self._budgets.items(), self._by_budget(rates), strict=True)
+        return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
+
+    def _by_budget(self, rates: Tensor) -> tuple[Tensor, ...]:
+        sizes = [len(budget.gates) for budget in self._budgets.values()]
+        parts: tuple[Tensor, ...] = rates.split(sizes)
+        return parts
+
+    def _log(self, pl_module: pl.LightningModule, rates: Tensor) -> None:
+        for (name, budget), part in zip(self._budgets.items(), self._by_budget(rates), strict=True):
+            weight = self._multipliers[name].value
+            log_of_step(pl_module, self._key("gates/penalty", name), budget.usage(part))
+            log_of_step(pl_module, self._key("gates/penalty_weight", name), weight)
 
     @override
     def on_train_batch_end(

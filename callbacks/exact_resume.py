@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 __all__ = ["ExactResume"]
 
@@ -125,7 +125,5 @@ class ExactResume(pl.Callback):
     def _restore_later(self, state: dict[str, Any] | None) -> None:
         """Keep what is to be restored; without it, no batch is waited for."""
         self._to_restore = state
-        if state is None:
-            self.on_train_batch_start = None  # type: ignore[assignment, method-assign]
-        else:
-            vars(self).pop("on_train_batch_start", None)
+        hook = ["on_train_batch_start"]
+        use_hooks(self, *([], hook) if state is None else (hook, []))

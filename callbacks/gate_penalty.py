@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
 from dg_lightning.slots import slots_of
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 from ._agreement import refuse_two_penalties
 from ._pressure import Pressure
@@ -153,6 +154,9 @@ class GatePenalty(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
+        later = ["on_after_backward"], ["on_before_backward", "on_train_batch_end"]
+        used = later if self.pressure.comes_later(trainer, pl_module) else later[::-1]
+        use_hooks(self, *used)
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
@@ -169,12 +173,7 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        weight = self._weight_at(trainer.global_step)
-        if self.usage != "hinge_below":  # which closes nothing
-            for slots in self.pressure.slots(trainer):
-                if not slots.pressing:
-                    slots.pressing = weight * slots.factor > 0
-        terms, logs = self._terms(trainer, loss), logs_now(trainer)
+        weight, terms = self._weight(trainer), self._terms(trainer, loss.device)
         rates = self.pressure.act(
             trainer,
             pl_module,
@@ -182,21 +181,39 @@ class GatePenalty(pl.Callback):
             lambda rates: usage_gradient(self.usage, rates, **terms),
             weight=weight,
             reduce=self.usage != "linear",  # whose gradient does not depend on other processes
-            reads=self._tensors(terms),
-            wants_rates=logs,
         )
-        if rates is not None and logs:
-            suffix = "" if self.name is None else f"/{self.name}"
-            factors = [slots.factor for slots in self.pressure.slots(trainer)]
-            usage = usage_term(self.usage, rates, **terms)
-            log_of_step(pl_module, f"gates/penalty{suffix}", usage)
-            log_of_step(
-                pl_module, f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors)
-            )
+        if rates is not None and logs_now(trainer):
+            self._log(trainer, pl_module, weight, usage_term(self.usage, rates, **terms))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.after_backward()
+        weight, terms = self._weight(trainer), self._terms(trainer, pl_module.device)
+        rates = self.pressure.act_later(
+            trainer,
+            lambda rates: usage_gradient(self.usage, rates, **terms),
+            self._tensors(terms),
+            weight=weight,
+            wants_rates=logs_now(trainer),
+        )
+        if rates is not None:
+            self._log(trainer, pl_module, weight, usage_term(self.usage, rates, **terms))
+
+    def _weight(self, trainer: Any) -> float:
+        """Return λ, and leave word if it presses."""
+        weight = self._weight_at(trainer.global_step)
+        if self.usage != "hinge_below":  # which closes nothing
+            for slots in self.pressure.slots(trainer):
+                if not slots.pressing:
+                    slots.pressing = weight * slots.factor > 0
+        return weight
+
+    def _log(self, trainer: Any, pl_module: pl.LightningModule, weight: float, usage: Any) -> None:
+        suffix = "" if self.name is None else f"/{self.name}"
+        factors = [slots.factor for slots in self.pressure.slots(trainer)]
+        log_of_step(pl_module, f"gates/penalty{suffix}", usage)
+        log_of_step(
+            pl_module, f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors)
+        )
 
     @override
     def on_exception(
@@ -215,15 +232,15 @@ class GatePenalty(pl.Callback):
     ) -> None:
         self.pressure.let_go()
 
-    def _terms(self, trainer: Any, like: Tensor) -> dict[str, Any]:
-        """Return the arguments of the usage term, as they are now, on the device of a tensor."""
+    def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the usage term, as they are now, on a device."""
         weights = None
         if self.layer_weights:
-            weights = self.pressure.constant("layer weights", self._layer_weights, like)
+            weights = self.pressure.constant("layer weights", self._layer_weights, device)
         if self._prices is not None:
             self._prices.refresh()
         return {
-            "targets": self._targets(trainer, like),
+            "targets": self._targets(trainer, device),
             "power": self.power,
             "layer_weights": weights,
             "prices": self._prices,
@@ -235,7 +252,7 @@ class GatePenalty(pl.Callback):
         found = [terms["targets"], terms["layer_weights"], None if prices is None else prices.form]
         return [tensor for tensor in found if tensor is not None]
 
-    def _targets(self, trainer: Any, like: Tensor) -> Tensor | None:
+    def _targets(self, trainer: Any, device: torch.device) -> Tensor | None:
         """Return the rate that each gate is meant to have."""
         if self.usage in ("linear", "expected_macs"):
             return None
@@ -253,4 +270,4 @@ class GatePenalty(pl.Callback):
                     f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, "
                     "or let ThresholdPhases set keep targets."
                 )
-        return self.pressure.constant("targets", values, like)
+        return self.pressure.constant("targets", values, device)

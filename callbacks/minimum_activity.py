@@ -12,7 +12,7 @@ from dg_lightning.gate_statistics import GateStatistics, unit_rates
 from dg_lightning.protocol import GateLike, by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.slots import slots_of
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 from ._agreement import mean_over_ranks
 
@@ -65,7 +65,7 @@ class MinimumActivity(pl.Callback):
         self._seen_at = 0
         self._statistics = GateStatistics([])
         if revive_after is None:
-            self.on_train_batch_end = None  # type: ignore[assignment, method-assign]
+            use_hooks(self, [], ["on_train_batch_end"])
 
     @cached_property  # Lightning asks for it at every hook
     @override

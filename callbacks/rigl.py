@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dg_lightning.rewiring import Connections, Distribution, OpenRates
 from dg_lightning.schedules import Duration
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 from ._agreement import mean_over_ranks
 from ._masked_layers import Initial
@@ -122,7 +122,7 @@ class RigL(Rewiring):
         self._scores: dict[Connections, Tensor] = {}
         self._open: OpenRates | None = None
         if gate_aware == "no":
-            self.on_after_backward = None  # type: ignore[assignment, method-assign]
+            use_hooks(self, [], ["on_after_backward"])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

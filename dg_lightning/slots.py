@@ -88,17 +88,13 @@ def set_temperatures(
     gates: Sequence[tuple[GateLike, Slots]], value: float, ahead: Ahead, step: int
 ) -> None:
     """Write the temperature of the schedule to several gates; `ahead` has it on their device."""
-    device = gates[0][0].temperature.device
-    plain = device.type == "cuda" and value >= _LOWEST_TEMPERATURE
-    for gate, slots in gates:
-        plain &= not slots.frozen and not slots.temperature_offset
-        plain &= gate.temperature.device == device and gate.temperature.dtype == torch.float32
-    if not plain:
+    here = [gate.temperature for gate, _ in gates]
+    plain = here[0].is_cuda and value >= _LOWEST_TEMPERATURE
+    if not plain or any(slots.frozen or slots.temperature_offset for _, slots in gates):
         for gate, slots in gates:
             set_temperature(gate, slots, value)
         return
-    here = [gate.temperature for gate, _ in gates]
-    torch._foreach_copy_(here, [ahead.at(step, device)] * len(here))
+    torch._foreach_copy_(here, [ahead.at(step, here[0].device)] * len(here))
     for _, slots in gates:
         slots.temperature = value
 

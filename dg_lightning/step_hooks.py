@@ -1,10 +1,11 @@
 """Which hooks of a training step a callback is called at."""
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import lightning.pytorch as pl
 
-__all__ = ["leave_out_empty_hooks", "only_used_hooks"]
+__all__ = ["leave_out_empty_hooks", "only_used_hooks", "use_hooks"]
 
 _OF_A_STEP = (
     "on_train_batch_start",
@@ -35,3 +36,11 @@ def leave_out_empty_hooks(callback: pl.Callback) -> None:
     for hook in _OF_A_STEP:
         if getattr(type(callback), hook, None) is getattr(pl.Callback, hook):
             setattr(callback, hook, None)
+
+
+def use_hooks(callback: pl.Callback, used: Iterable[str], unused: Iterable[str]) -> None:
+    """Let a callback be called at some of its hooks, and not at others, until told otherwise."""
+    for hook in used:
+        vars(callback).pop(hook, None)
+    for hook in unused:
+        setattr(callback, hook, None)

@@ -1,5 +1,6 @@
 """The gradient of a penalty by the logits of static gates, against autograd's."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from dg_lightning import GatedMLP, StaticGate
 from dg_lightning.callbacks import BudgetController, GatePenalty, TemperatureAnnealing
 from dg_lightning.callbacks._logit_pull import LogitPull  # type: ignore[import-not-found]
 from dg_lightning.schedules import Schedule
+from dg_lightning.step_hooks import use_hooks
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -92,6 +94,7 @@ class Net(pl.LightningModule):
 
 
 @each_device
+@pytest.mark.filterwarnings("ignore:BudgetController")
 @pytest.mark.parametrize("make", [
     lambda: GatePenalty(Schedule(0.1, 1.0), "expected_macs"),
     lambda: GatePenalty(0.5, "target", target={"*0.gate": 0.2, "*1.gate": 0.6}),
@@ -111,8 +114,9 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
             """Takes the known gradient away, so that p is pulled at in the backward pass."""
 
             def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-                assert penalty.pressure._logits is not None  # noqa: B023
-                penalty.pressure._logits = None  # noqa: B023
+                assert penalty.on_before_backward is None  # noqa: B023
+                hooks = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
+                use_hooks(penalty, *hooks)  # noqa: B023
 
         trainer = pl.Trainer(
             accelerator=device,
@@ -128,5 +132,6 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
         )
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         seen.append(torch.stack(model.seen))
+        copy.deepcopy(penalty)  # although it has seen graphs
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-4)
     assert seen[0].abs().max() > 1e-3
