@@ -175,8 +175,8 @@ class BudgetController(pl.Callback):
         self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
         later = ["on_after_backward"], ["on_before_backward"]
-        comes_later = self.pressure.comes_later(trainer, pl_module)
-        use_hooks(self, *(later if comes_later else later[::-1]))
+        self._comes_later = self.pressure.comes_later(trainer, pl_module)
+        use_hooks(self, *(later if self._comes_later else later[::-1]))
         warn_of_risks(self, trainer, pl_module)
         for slots in self.pressure.slots(trainer):
             slots.controlled = True
@@ -254,7 +254,8 @@ class BudgetController(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self.pressure.let_go()
+        if not self._comes_later:
+            self.pressure.let_go()
         if self._frozen is not None:
             self._frozen.hold()
         step = trainer.global_step
