@@ -16,6 +16,7 @@ __all__ = [
     "refuse_sharded_parameters",
     "refuse_two_penalties",
     "refuse_two_writers",
+    "shards_parameters",
 ]
 
 
@@ -43,13 +44,19 @@ def refuse_different_masks(trainer: Any, layers: Iterable[Connections]) -> None:
 
 def refuse_sharded_parameters(name: str, trainer: Any, module: nn.Module) -> None:
     """Refuse strategies under which a process has a part of a weight only."""
-    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    sharding = [k for k in kinds if k.startswith(("FSDP", "DeepSpeed", "ModelParallel"))]
-    if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
+    if shards_parameters(trainer, module):
+        kind = type(trainer.strategy).__name__
         raise ValueError(
-            f"{name} needs whole weights on every process, got {kinds[0]}, which shards them: use "
+            f"{name} needs whole weights on every process, got {kind}, which shards them: use "
             "strategy='ddp' or a single device."
         )
+
+
+def shards_parameters(trainer: Any, module: nn.Module) -> bool:
+    """Tell whether a process has a part of a weight only."""
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    sharding = [k for k in kinds if k.startswith(("FSDP", "DeepSpeed", "ModelParallel"))]
+    return bool(sharding) or any(isinstance(p, DTensor) for p in module.parameters())
 
 
 def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:

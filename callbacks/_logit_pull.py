@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dg_lightning.gates import StaticGate
 from dg_lightning.gates.policies import open_probability
@@ -31,9 +30,34 @@ class LogitPull:
         self._recorded: tuple[Any, torch.cuda.CUDAGraph, list[Tensor]] | None = None
 
     @staticmethod
-    def fits(gate: Any) -> bool:
-        """Tell whether the gradient by the logits of a gate is known."""
-        return type(gate) is StaticGate and not isinstance(gate.logit, DTensor)
+    def fits(gate: Any) -> bool | None:
+        """Tell whether the gradient by the logits of a gate is all that its p can give.
+
+        None as long as there is no p with a graph to tell it by.
+        """
+        if type(gate) is not StaticGate:
+            return False
+        p = gate.probability
+        if p is None or not p.requires_grad:
+            return None
+        # Not so where the logits were put in from outside, or a compiled net has made p.
+        ahead: list[Any] = [p.grad_fn]
+        leaves: list[Tensor] = []
+        while ahead and len(leaves) < 2:
+            node = ahead.pop()
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+            ahead += [before for before, _ in node.next_functions if before is not None]
+        return len(leaves) == 1 and leaves[0] is gate.logit
+
+    @torch.no_grad()
+    def rates(self) -> Tensor:
+        """Return the mean p of each gate."""
+        return torch.stack([self._p(gate).mean() for gate in self.gates])
+
+    @staticmethod
+    def _p(gate: Any) -> Tensor:
+        return open_probability(gate.logit / gate.temperature, gate.policy)
 
     @torch.no_grad()
     def add(
@@ -51,7 +75,8 @@ class LogitPull:
         """
         pulls = self._pulls(gradient_of, reads)
         gradients = [gate.logit.grad for gate in self.gates]
-        if len(set(scales)) == 1 and all(g is not None for g in gradients):
+        apart = len(set(map(id, gradients))) == len(gradients)  # not so for tied logits
+        if len(set(scales)) == 1 and apart and all(g is not None for g in gradients):
             torch._foreach_add_(gradients, pulls, alpha=scales[0])
             return
         for gate, pull, scale in zip(self.gates, pulls, scales, strict=True):
@@ -94,7 +119,7 @@ class LogitPull:
 
     def _computed(self, gradient_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the gradient by the logits of each gate."""
-        ps = [open_probability(g.logit / g.temperature, g.policy) for g in self.gates]
+        ps = [self._p(gate) for gate in self.gates]
         by_rate = gradient_of(torch.stack([p.mean() for p in ps])).unbind()
         return [
             pull * p * (1 - p) / (gate.temperature * len(p))

@@ -14,7 +14,7 @@ from dg_lightning.penalties import mean_rates
 from dg_lightning.protocol import GateLike, release
 from dg_lightning.slots import Slots, slots_of
 
-from ._agreement import mean_over_ranks
+from ._agreement import mean_over_ranks, shards_parameters
 from ._logit_pull import LogitPull
 
 __all__ = ["Pressure"]
@@ -86,8 +86,7 @@ class Pressure:
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         # Of static gates: the matrix that takes their means, and what it was made for.
         self._means: tuple[Any, Tensor] | None = None
-        known = of == "p" and not unit_costs and all(map(LogitPull.fits, gates.values()))
-        self._logits = LogitPull(list(gates.values())) if known else None
+        self._logits = LogitPull(list(gates.values()))
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -96,10 +95,18 @@ class Pressure:
             self._slots = (weakref.ref(trainer), found)
         return self._slots[1]
 
-    def comes_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool:
-        """Tell whether `act_later` can do it all, behind the backward pass."""
+    def comes_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool | None:
+        """Tell whether `act_later` can do it all, behind the backward pass.
+
+        None while it cannot be told yet, because gates have not run.
+        """
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return self._logits is not None and pl_module.automatic_optimization and not scaled
+        if self.of != "p" or self.unit_costs or scaled or not pl_module.automatic_optimization:
+            return False
+        fit = [LogitPull.fits(gate) for gate in self.gates.values()]
+        if False in fit or shards_parameters(trainer, pl_module):
+            return False
+        return None if None in fit else True
 
     def act_later(
         self,
@@ -115,7 +122,6 @@ class Pressure:
         `reads` are the tensors that `gradient_of` reads; for the rest see `act`. Static gates are
         the same on all processes.
         """
-        assert self._logits is not None
         done, parts = self._penalised, trainer.accumulate_grad_batches
         # Kept until the next time: the graph of a static gate is small.
         self._penalised = values = [gate.probability for gate in self._logits.gates]
@@ -130,8 +136,7 @@ class Pressure:
             return None
         if any(scales):
             self._logits.add(gradient_of, reads, [scale or 0.0 for scale in scales])
-        with torch.no_grad():
-            return self._rates({}) if wants_rates else None
+        return self._logits.rates() if wants_rates else None
 
     def act(
         self,

@@ -29,15 +29,17 @@ from ._pressure import Pressure
 
 __all__ = ["GatePenalty"]
 
+_EARLY, _LATE = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
+
 
 @only_used_hooks
 class GatePenalty(pl.Callback):
     """Adds the gradient of ``weight * usage`` to the one of the loss, once for every forward pass.
 
-    It acts in `on_before_backward`, so that the module needs to know nothing of gates; the value of
-    the loss stays the module's own. In mixed precision the penalty is scaled as the loss is; with
-    automatic optimization and gradient accumulation it is averaged over the micro-batches; with
-    several processes the rates are taken over all of them.
+    It acts in `on_before_backward`, or on static gates in `on_after_backward`, so that the module
+    needs to know nothing of gates; the value of the loss stays the module's own. In mixed precision
+    the penalty is scaled as the loss is; with automatic optimization and gradient accumulation it
+    is averaged over the micro-batches; with several processes the rates are taken over all of them.
 
     A gate remembers its last forward pass only: where a step runs the net several times, the last
     one is penalised.
@@ -154,9 +156,8 @@ class GatePenalty(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
-        later = ["on_after_backward"], ["on_before_backward", "on_train_batch_end"]
-        used = later if self.pressure.comes_later(trainer, pl_module) else later[::-1]
-        use_hooks(self, *used)
+        self._comes_later: bool | None = None
+        use_hooks(self, [*_EARLY, *_LATE], [])
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
@@ -173,6 +174,12 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
+        if self._comes_later is None:  # is decided in the first batch that runs the gates
+            self._comes_later = self.pressure.comes_later(trainer, pl_module)
+            if self._comes_later is not None:
+                use_hooks(self, *(_LATE, _EARLY) if self._comes_later else (_EARLY, _LATE))
+        if self._comes_later:
+            return
         weight, terms = self._weight(trainer), self._terms(trainer, loss.device)
         rates = self.pressure.act(
             trainer,
@@ -187,6 +194,8 @@ class GatePenalty(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._comes_later:
+            return
         weight, terms = self._weight(trainer), self._terms(trainer, pl_module.device)
         rates = self.pressure.act_later(
             trainer,
@@ -230,7 +239,8 @@ class GatePenalty(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self.pressure.let_go()
+        if not self._comes_later:
+            self.pressure.let_go()
 
     def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the usage term, as they are now, on a device."""

@@ -117,7 +117,7 @@ class MinimumActivity(pl.Callback):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
-        if step == self._seen_at or step > self._until:
+        if self.revive_after is None or step == self._seen_at or step > self._until:
             return
         if step // self._interval == self._seen_at // self._interval:
             return

@@ -1,4 +1,4 @@
-"""Statistics of gates over a training: measured on the device, read by the host once a check."""
+"""Statistics of gates over a training: rates on the device, read by the host once a check."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

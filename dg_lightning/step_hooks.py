@@ -39,8 +39,12 @@ def leave_out_empty_hooks(callback: pl.Callback) -> None:
 
 
 def use_hooks(callback: pl.Callback, used: Iterable[str], unused: Iterable[str]) -> None:
-    """Let a callback be called at some of its hooks, and not at others, until told otherwise."""
+    """Let a callback be called at some of its hooks, and not at others, until told otherwise.
+
+    Hooks that somebody's subclass has are always called: ours do nothing when they are not used.
+    """
     for hook in used:
         vars(callback).pop(hook, None)
     for hook in unused:
-        setattr(callback, hook, None)
+        if getattr(type(callback), hook).__module__.startswith("dg_lightning."):
+            setattr(callback, hook, None)

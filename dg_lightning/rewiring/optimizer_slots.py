@@ -70,34 +70,37 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     `initial_accumulator_value`, Rprop with a step size.
     """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    given = [(key, value) for key, value in group.items() if key != "params"]
-    settings = tuple((key, float(v) if isinstance(v, Tensor) else v) for key, v in given)
     kind: Any = type(optimizer)
-    keys = tuple(optimizer.defaults)
+    accepted = inspect.signature(kind).parameters
+    settings = {k: _plain(group[k]) for k in optimizer.defaults if k in accepted and k in group}
     # The device of the weight would only be waited for; but who knows where others can run.
     device = torch.device("cpu") if kind in WEIGHT_BY_WEIGHT else parameter.device
+    arguments = kind, tuple(settings.items()), parameter.dtype, device
     try:
-        return _tried(kind, keys, settings, parameter.dtype, device)
+        hash(arguments)
     except TypeError:
-        # It needs more than its defaults, or a closure; slots almost always start at 0.
-        return {}
+        return _tried.__wrapped__(*arguments)
+    return _tried(*arguments)
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as it can be compared: a learning rate may be a tensor, which changes."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.clone()
+    return tuple(value) if isinstance(value, list) else value
 
 
 @lru_cache(maxsize=16)  # the layers of a net have the same settings, and often keep them
 def _tried(
-    kind: Any,
-    keys: tuple[str, ...],
-    settings: tuple[tuple[str, Any], ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    kind: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
     plain = {"foreach": False, "fused": False, "capturable": False} if device.type == "cpu" else {}
-    every = {key: plain.get(key, value) for key, value in settings}
-    accepted = inspect.signature(kind).parameters
     weight = nn.Parameter(torch.zeros(1, 1, dtype=dtype, device=device))
     weight.grad = torch.zeros_like(weight)
-    trial = kind([weight], **{key: every[key] for key in keys if key in accepted})
-    trial.param_groups[0] |= every
-    with torch.enable_grad():
-        trial.step()
+    try:
+        trial = kind([weight], **{key: plain.get(key, value) for key, value in settings})
+        with torch.enable_grad():
+            trial.step()
+    except TypeError:
+        return {}  # it needs more than its defaults, or a closure; slots almost always start at 0
     return {name: float(value.flatten()[0]) for name, value in parameter_slots(trial, weight)}

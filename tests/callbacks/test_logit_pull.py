@@ -14,7 +14,6 @@ from dg_lightning import GatedMLP, StaticGate
 from dg_lightning.callbacks import BudgetController, GatePenalty, TemperatureAnnealing
 from dg_lightning.callbacks._logit_pull import LogitPull  # type: ignore[import-not-found]
 from dg_lightning.schedules import Schedule
-from dg_lightning.step_hooks import use_hooks
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -114,9 +113,7 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
             """Takes the known gradient away, so that p is pulled at in the backward pass."""
 
             def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-                assert penalty.on_before_backward is None  # noqa: B023
-                hooks = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
-                use_hooks(penalty, *hooks)  # noqa: B023
+                penalty._comes_later = False  # noqa: B023
 
         trainer = pl.Trainer(
             accelerator=device,
@@ -132,6 +129,80 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
         )
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         seen.append(torch.stack(model.seen))
+        assert penalty._comes_later is not with_hooks
         copy.deepcopy(penalty)  # although it has seen graphs
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-4)
     assert seen[0].abs().max() > 1e-3
+
+
+def fitted(model: pl.LightningModule, callbacks: list[pl.Callback], tmp_path: Any) -> None:
+    data: Any = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+
+
+class Noting(GatePenalty):
+    """Somebody's own penalty, which looks at what happens."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.calls: list[str] = []
+
+    def on_before_backward(self, *arguments: Any) -> None:
+        self.calls.append("before")
+        super().on_before_backward(*arguments)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.calls.append("end")
+        super().on_train_batch_end(*arguments)
+
+
+def test_hooks_of_a_subclass_are_called_and_the_penalty_acts_once(tmp_path: Any) -> None:
+    seen = []
+    for penalty in (Noting(), GatePenalty(0.5)):
+        torch.manual_seed(0)
+        model = Net()
+        fitted(model, [penalty], tmp_path)
+        seen.append(torch.stack(model.seen))
+        if isinstance(penalty, Noting):
+            assert penalty.calls == ["before", "end"] * 3
+    assert torch.equal(*seen)
+
+
+class WithDeltas(Net):
+    """Trains an offset to frozen logits, as an adapter does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(torch.zeros(16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
+        name = "hidden.0.gate.logit"
+        logit = self.net.get_parameter(name).detach() + self.delta
+        out = torch.func.functional_call(self.net, {name: logit}, batch[0])
+        return nn.functional.cross_entropy(out, batch[1])
+
+    def on_after_backward(self) -> None:
+        assert self.net.get_parameter("hidden.0.gate.logit").grad is None
+        assert self.delta.grad is not None
+        self.seen.append(self.delta.grad.clone())
+
+
+def test_logits_that_were_put_in_from_outside_are_found_by_hooks(tmp_path: Any) -> None:
+    seen = []
+    for weight in (0.0, 7.0):
+        torch.manual_seed(0)
+        model = WithDeltas()
+        fitted(model, [GatePenalty(weight)], tmp_path)
+        seen.append(model.seen[0])
+    p = torch.sigmoid(torch.tensor(0.8).logit())
+    torch.testing.assert_close(seen[1] - seen[0], (7.0 * p * (1 - p) / 16).expand(16))

@@ -1,6 +1,4 @@
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -40,14 +38,17 @@ def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_are_answered_in_one_line(
-    arguments: list[str], message: str, run_program: Callable[..., Any]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run_program("plan", *CONFIGS, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("dg-lightning: error: " + message)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *CONFIGS, *arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert printed[-1].startswith("dg-lightning: error: " + message)
 
 
-def test_a_config_without_schedules_says_so(run_program: Callable[..., Any]) -> None:
-    done = run_program("plan", "--config=digits/baseline")
-    assert done.returncode == 0
-    assert "there is nothing to plan" in done.stderr
+def test_a_config_without_schedules_says_so(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    main(["plan", "--config=digits/baseline"])
+    assert "there is nothing to plan" in capsys.readouterr().err + caplog.text

@@ -107,6 +107,22 @@ def test_slots_that_do_not_start_at_zero_start_where_the_optimizer_does() -> Non
         assert (state[[0, 2, 3, 5]] != value).all()
 
 
+def test_whatever_stands_in_a_group_the_slots_start_where_the_optimizer_does() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    groups: list[Any] = [
+        [("weight", weight)],  # torch notes the names as a list
+        [{"params": [weight], "tags": ["mine"], "scale": torch.ones(3)}],
+    ]
+    optimizers = [torch.optim.Adagrad(g, initial_accumulator_value=0.3) for g in groups]
+    optimizers.append(torch.optim.Adagrad([weight], torch.tensor(0.1), 0, 0, 0.3))
+    for optimizer in optimizers:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        reset_slots(optimizer, weight, but=torch.eye(2, 3).bool())
+        found = optimizer.state[weight]["sum"]
+        torch.testing.assert_close(found, 0.3 + torch.eye(2, 3))
+
+
 @each_optimizer
 def test_a_full_mask_trains_bit_for_bit_as_no_mask(name: str) -> None:
     ends = []
