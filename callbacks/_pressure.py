@@ -13,6 +13,7 @@ from typing_extensions import override
 from dg_lightning.penalties import mean_rates
 from dg_lightning.protocol import GateLike, release
 from dg_lightning.slots import Slots, slots_of
+from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import mean_over_ranks, shards_parameters
 from ._logit_pull import LogitPull
@@ -87,6 +88,8 @@ class Pressure:
         # Of static gates: the matrix that takes their means, and what it was made for.
         self._means: tuple[Any, Tensor] | None = None
         self._logits = LogitPull(list(gates.values()))
+        # Whether it acts behind the backward pass; None until gates have run.
+        self.later: bool | None = None
 
     def slots(self, trainer: Any) -> list[Slots]:
         """Return the slots of the gates."""
@@ -95,11 +98,25 @@ class Pressure:
             self._slots = (weakref.ref(trainer), found)
         return self._slots[1]
 
-    def comes_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool | None:
-        """Tell whether `act_later` can do it all, behind the backward pass.
+    def choose(
+        self,
+        trainer: Any,
+        pl_module: pl.LightningModule,
+        callback: pl.Callback,
+        early: Sequence[str],
+        late: Sequence[str],
+    ) -> None:
+        """Choose in the first batch that runs the gates at which hooks a callback acts.
 
-        None while it cannot be told yet, because gates have not run.
+        Call it at the first of the early ones, which `act`; of the late ones, one calls
+        `act_later`.
         """
+        if self.later is None:
+            self.later = self._can_act_later(trainer, pl_module)
+            if self.later is not None:
+                use_hooks(callback, *(late, early) if self.later else (early, late))
+
+    def _can_act_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool | None:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if self.of != "p" or self.unit_costs or scaled or not pl_module.automatic_optimization:
             return False

@@ -27,7 +27,7 @@ __all__ = ["BudgetController"]
 
 _MEASUREMENTS = 200  # over a training, where `every_n_steps` is not given
 _MISSED = 0.05  # of the budget: further off, a landing has failed
-_EARLY, _LATE = "on_before_backward", "on_after_backward"
+_EARLY, _LATE = ["on_before_backward"], ["on_after_backward"]
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 
 
@@ -175,8 +175,8 @@ class BudgetController(pl.Callback):
         # Two steps are left for it: gates are frozen first and land one step later.
         self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
-        self._comes_later: bool | None = None
-        use_hooks(self, [_EARLY, _LATE], [])
+        self.pressure.later = None
+        use_hooks(self, [*_EARLY, *_LATE], [])
         warn_of_risks(self, trainer, pl_module)
         for slots in self.pressure.slots(trainer):
             slots.controlled = True
@@ -203,19 +203,15 @@ class BudgetController(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        if self._comes_later is None:  # is decided in the first batch that runs the gates
-            self._comes_later = self.pressure.comes_later(trainer, pl_module)
-            if self._comes_later is not None:
-                used, unused = (_LATE, _EARLY) if self._comes_later else (_EARLY, _LATE)
-                use_hooks(self, [used], [unused])
-        if not self._comes_later and self._presses(trainer):
+        self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
+        if not self.pressure.later and self._presses(trainer):
             rates = self.pressure.act(trainer, pl_module, loss, self._gradient_of)
             if rates is not None and logs_now(trainer):
                 self._log(pl_module, rates)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._comes_later and self._presses(trainer):
+        if self.pressure.later and self._presses(trainer):
             reads = [m.on(pl_module.device) for m in self._multipliers.values()]
             reads += [tensor for budget in self._budgets.values() for tensor in budget.reads()]
             logs = logs_now(trainer)
@@ -259,7 +255,7 @@ class BudgetController(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if not self._comes_later:
+        if not self.pressure.later:
             self.pressure.let_go()
         if self._frozen is not None:
             self._frozen.hold()

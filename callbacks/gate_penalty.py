@@ -156,7 +156,7 @@ class GatePenalty(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
-        self._comes_later: bool | None = None
+        self.pressure.later = None
         use_hooks(self, [*_EARLY, *_LATE], [])
         warn_of_risks(self, trainer, pl_module)
 
@@ -174,11 +174,8 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        if self._comes_later is None:  # is decided in the first batch that runs the gates
-            self._comes_later = self.pressure.comes_later(trainer, pl_module)
-            if self._comes_later is not None:
-                use_hooks(self, *(_LATE, _EARLY) if self._comes_later else (_EARLY, _LATE))
-        if self._comes_later:
+        self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
+        if self.pressure.later:
             return
         weight, terms = self._weight(trainer), self._terms(trainer, loss.device)
         rates = self.pressure.act(
@@ -194,7 +191,7 @@ class GatePenalty(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._comes_later:
+        if not self.pressure.later:
             return
         weight, terms = self._weight(trainer), self._terms(trainer, pl_module.device)
         rates = self.pressure.act_later(
@@ -239,7 +236,7 @@ class GatePenalty(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if not self._comes_later:
+        if not self.pressure.later:
             self.pressure.let_go()
 
     def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:

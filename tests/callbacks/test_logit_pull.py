@@ -113,7 +113,7 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
             """Takes the known gradient away, so that p is pulled at in the backward pass."""
 
             def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-                penalty._comes_later = False  # noqa: B023
+                penalty.pressure.later = False  # noqa: B023
 
         trainer = pl.Trainer(
             accelerator=device,
@@ -129,7 +129,7 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
         )
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         seen.append(torch.stack(model.seen))
-        assert penalty._comes_later is not with_hooks
+        assert penalty.pressure.later is not with_hooks
         copy.deepcopy(penalty)  # although it has seen graphs
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-4)
     assert seen[0].abs().max() > 1e-3
