@@ -85,8 +85,6 @@ class Pressure:
         self._missing = 0  # gates that it has not passed by yet, in this batch
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
-        # Of static gates: the matrix that takes their means, and what it was made for.
-        self._means: tuple[Any, Tensor] | None = None
         self._logits = LogitPull(list(gates.values()))
         # Whether it acts behind the backward pass; None until gates have run.
         self.later: bool | None = None
@@ -186,7 +184,7 @@ class Pressure:
         self._penalised += fresh.values()
         with torch.no_grad():
             shares = self._shares(loss.device) if self.unit_costs else {}
-            rates = self._rates(shares)
+            rates = mean_rates(self.gates, self.of, shares, unknown=1.0)
             if reduce:
                 rates = mean_over_ranks(trainer, rates)
             gradient = gradient_of(rates)
@@ -212,18 +210,6 @@ class Pressure:
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         return rates
-
-    def _rates(self, shares: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean of every gate's values, in as few operations as there can be."""
-        values = [self._value(name) for name in self.gates]
-        if shares or any(value is None or value.ndim > 1 for value in values):
-            return mean_rates(self.gates, self.of, shares, unknown=1.0)
-        joined = torch.cat(values)
-        made_for = (tuple(map(len, values)), joined.dtype, joined.device)
-        if self._means is None or self._means[0] != made_for:
-            parts = [torch.full((1, len(value)), 1 / len(value)) for value in values]
-            self._means = (made_for, torch.block_diag(*parts).to(joined))
-        return torch.mv(self._means[1], joined)
 
     def _value(self, name: str) -> Any:
         """Return p or g of a gate's last forward pass."""

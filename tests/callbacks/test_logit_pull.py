@@ -63,10 +63,13 @@ def test_it_is_what_autograd_finds_whatever_changes_in_between(device: str) -> N
             gates[1].logit.grad = None
         before = [None if g.logit.grad is None else g.logit.grad.clone() for g in gates]
 
+        def usage(rates: Tensor, to: Tensor = target) -> Tensor:
+            return (rates - to).square().sum()
+
         def gradient_of(rates: Tensor, to: Tensor = target) -> Tensor:
             return 2 * (rates - to)
 
-        wanted = expected(gates, lambda rates: (rates - target).square().sum(), scales)  # noqa: B023
+        wanted = expected(gates, usage, scales)
         pull.add(gradient_of, [target], scales)
         for gate, old, new in zip(gates, before, wanted, strict=True):
             found = gate.logit.grad if old is None else gate.logit.grad - old
@@ -92,6 +95,32 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 0.01)
 
 
+class ByHooks(pl.Callback):
+    """Takes the known gradient away from a penalty, so that p is pulled at in the backward pass."""
+
+    def __init__(self, penalty: Any) -> None:
+        self.penalty = penalty
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.penalty.pressure.later = False
+
+
+def fitted(
+    model: pl.LightningModule, callbacks: list[pl.Callback], tmp_path: Any, **options: Any
+) -> None:
+    data: Any = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
+    trainer = pl.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **options},
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+
+
 @each_device
 @pytest.mark.filterwarnings("ignore:BudgetController")
 @pytest.mark.parametrize("make", [
@@ -107,47 +136,14 @@ def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
     for with_hooks in (False, True):
         torch.manual_seed(0)
         model, penalty = Net(), make()
-        data: Any = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(12)]
-
-        class ByHooks(pl.Callback):
-            """Takes the known gradient away, so that p is pulled at in the backward pass."""
-
-            def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-                penalty.pressure.later = False  # noqa: B023
-
-        trainer = pl.Trainer(
-            accelerator=device,
-            devices=1,
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            callbacks=[penalty, TemperatureAnnealing(), *([ByHooks()] if with_hooks else [])],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+        callbacks = [penalty, TemperatureAnnealing(), *([ByHooks(penalty)] if with_hooks else [])]
+        options = {"accelerator": device, "max_epochs": 8, "accumulate_grad_batches": 2}
+        fitted(model, callbacks, tmp_path, **options)
         seen.append(torch.stack(model.seen))
         assert penalty.pressure.later is not with_hooks
         copy.deepcopy(penalty)  # although it has seen graphs
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-4)
     assert seen[0].abs().max() > 1e-3
-
-
-def fitted(model: pl.LightningModule, callbacks: list[pl.Callback], tmp_path: Any) -> None:
-    data: Any = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(3)]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
 
 
 class Noting(GatePenalty):
