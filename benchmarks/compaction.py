@@ -6,26 +6,26 @@
 Without arguments: 2048-8192-2048 on a CPU with a quarter of its hidden units open, compact against
 dense. With folders: every checkpoint `last.ckpt` below them, exported as safetensors, loaded again,
 and timed against the net of its dataset's folder `baseline` (or itself without its gates), on the
-data that its config names where that is there. All is measured in turns, and medians are compared.
+data that its config names where that is there. As `dg-lightning export` does it, gates that look at
+the input and cost more than they save are frozen; a row of its own shows the net with them. All is
+measured in turns, and medians are compared.
 """
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningDataModule
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from dg_lightning.cli.trained import batches, data_of, inputs_of, net_of
 from dg_lightning.layers import GatedMLP
-from dg_lightning.runtime import compact, export, fastest_compact, freeze_gates, usage_of
+from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
 from dg_lightning.runtime.bench import predicted_speed_up, random_net
-from dg_lightning.runtime.choice import without_gates
+from dg_lightning.runtime.choice import accuracies, without_gates
 from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # of the predicted speed-up
@@ -59,7 +59,7 @@ def wide(rounds: int) -> Table:
 
 
 def studies(folders: list[Path], rounds: int) -> Table:
-    """Measure checkpoints of trained nets; where gates depend on the input, frozen ones too."""
+    """Measure checkpoints of trained nets."""
     table = Table(title="Exported nets against their dense baselines, CPU")
     for column in ("net", "accuracy", "predicted", *(f"batch {batch}" for batch in BATCHES)):
         table.add_column(column, justify="left" if column == "net" else "right")
@@ -70,13 +70,16 @@ def studies(folders: list[Path], rounds: int) -> Table:
         baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
         dense: GatedMLP = net_of(str(baseline[-1])) if baseline else without_gates(net)
         plain_dense = fastest_compact(dense, BATCHES).net
-        rows = {f"{dataset}/{variant}": net}
-        if data is not None and (usage := usage_of(net, (x for x, _ in batches(data, "validate")))):
-            rows[f"{dataset}/{variant}, frozen"] = freeze_gates(net, usage)
+        if data is None:
+            chosen, small = net, fastest_compact(net, BATCHES)
+        else:
+            chosen, small = frozen_where_faster(net, list(batches(data, "validate")), BATCHES)
+        rows = {f"{dataset}/{variant}": (chosen, small)}
+        if chosen is not net:
+            rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_compact(net, BATCHES))
         inputs = inputs_of(str(path), max(BATCHES))
-        for name, meant in rows.items():
+        for name, (meant, made) in rows.items():
             with tempfile.TemporaryDirectory() as folder:
-                made = fastest_compact(meant, BATCHES)
                 ours = export(meant, made, "safetensors", Path(folder, "net")).run
             cells = []
             for batch in BATCHES:
@@ -85,16 +88,10 @@ def studies(folders: list[Path], rounds: int) -> Table:
                     runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
                     taken = median_seconds(runs, x.device, rounds)
                 cells.append(f"{taken['dense'] / taken['ours']:.2f}")
-            right = "" if data is None else f"{accuracy(data, ours):.2%}"
+            tested = [] if data is None else accuracies([ours], batches(data, "test"))
+            right = "".join(f"{share:.2%}" for share in tested)
             table.add_row(name, right, f"{predicted_speed_up(meant, inputs):.2f}", *cells)
     return table
-
-
-@torch.inference_mode()
-def accuracy(data: LightningDataModule, run: Callable[[Tensor], Tensor]) -> float:
-    """Return the share of right answers on the test part."""
-    found = [(run(x).argmax(-1) == target).float() for x, target in batches(data, "test")]
-    return float(torch.cat(found).mean())
 
 
 def main() -> None:

@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-import lightning.pytorch as pl
 import rich
 import torch
 from rich import box
@@ -26,9 +25,12 @@ from dg_lightning.cli.trained import (
     shape_of,
 )
 from dg_lightning.runtime.choice import (
+    MOST_LOST,
     OFTEN_ENOUGH,
+    accuracies,
     fastest_compact,
     freeze_gates,
+    frozen_where_faster,
     usage_of,
     without_gates,
 )
@@ -62,11 +64,19 @@ def run_export(args: list[str]) -> None:
     )
     parser.add_argument(
         "--freeze_gates",
-        type=bool,
-        default=False,
+        type=Literal["auto"] | bool,
+        default="auto",
         help="Let gates that depend on the input look at it no longer: blocks stay that at least "
         f"--min_usage of the validation samples open ({OFTEN_ENOUGH} if that is 0). This changes "
-        "what the net says, and makes it as fast as one with static gates.",
+        "what the net says, and makes it as fast as one with static gates. `auto` does it where "
+        "the net is slower than the dense one with them, within --max_loss, and says so; with "
+        "--min_usage it does not.",
+    )
+    parser.add_argument(
+        "--max_loss",
+        type=float,
+        default=MOST_LOST,
+        help="The share of right answers on the validation part that --freeze_gates=auto may cost.",
     )
     parser.add_argument(
         "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
@@ -78,22 +88,28 @@ def run_export(args: list[str]) -> None:
     _need(given.format)
     if not 0 <= given.min_usage < 1:
         raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
+    if not 0 <= given.max_loss <= 1:
+        raise refusal(f"`max_loss` must be from 0 to 1, got {given.max_loss}.")
     net = net_of(given.ckpt_path)
     sizes = checked_sizes(given.batch_sizes)
-    wanted = next((n for n in ("freeze_gates", "min_usage") if given[n]), None)
+    asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
+    wanted = next((name for name, is_wanted in asked.items() if is_wanted), None)
     gates = [layer.gate for layer in net.layers()]
-    if wanted and not any(gate is not None and gate.input_dependent for gate in gates):
+    looks = any(gate is not None and gate.input_dependent for gate in gates)
+    if wanted and not looks:
         print(f"--{wanted} has nothing to do: no gate of this net depends on the input.")
         wanted = None
     data = data_of(given.ckpt_path, given.data_root, needed_by=wanted)
+    seen = list(batches(data, "validate")) if data is not None and looks else []
     # What is changed on purpose is no fault: the file is compared with what the net is then.
     meant = net
-    if wanted is None:
+    if wanted is None and seen and given.freeze_gates == "auto":
+        meant, made = frozen_where_faster(net, seen, sizes, given.max_loss)
+    elif wanted is None:
         made = fastest_compact(net, sizes)
     else:
-        assert data is not None
-        usage = usage_of(net, (x for x, _ in batches(data, "validate")))
-        if given.freeze_gates:
+        usage = usage_of(net, (x for x, _ in seen))
+        if given.freeze_gates is True:
             meant = freeze_gates(net, usage, given.min_usage or OFTEN_ENOUGH)
             made = fastest_compact(meant, sizes)
         else:
@@ -103,14 +119,16 @@ def run_export(args: list[str]) -> None:
     x = check_inputs(made, meant).unflatten(1, shape)
     exported = export(meant, made, given.format, Path(given.output), x)
     slower = [size for size, gain in _tell(net, made, exported, sizes, shape).items() if gain < 1]
+    if meant is not net and wanted is None:
+        print("It is another function than the trained net: --freeze_gates=false keeps the gates.")
     decides = any(step["kind"] == "gated" for step in made.steps)
-    if slower and decides and data is not None:
+    if slower and decides:
         print(
             f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
             "on the input cost more here than they save; --freeze_gates=true makes them static."
         )
     if data is not None:
-        before, after = _accuracies(data, net, exported)
+        before, after = accuracies([net, exported.run], batches(data, "test"))
         print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
 
 
@@ -167,17 +185,3 @@ def _need(format: str) -> None:
         raise refusal(
             f"The format {format} needs {', '.join(missing)}: pip install 'dg-lightning[export]'."
         )
-
-
-@torch.inference_mode()
-def _accuracies(
-    data: pl.LightningDataModule, net: GatedMLP, exported: Exported
-) -> tuple[float, float]:
-    """Return the share of right answers on the test part, of the trained net and of the file."""
-    runs: list[Run] = [net, exported.run]
-    right, total = [0, 0], 0
-    for x, target in batches(data, "test"):
-        total += len(target)
-        for index, run in enumerate(runs):
-            right[index] += int((run(x).argmax(-1) == target).sum())
-    return right[0] / total, right[1] / total

@@ -1,7 +1,12 @@
 """A trained net made really fast: compaction, execution by blocks, export, and what it brings."""
 
 from dg_lightning.runtime.block_gated import BlockGatedMLP
-from dg_lightning.runtime.choice import fastest_compact, freeze_gates, usage_of
+from dg_lightning.runtime.choice import (
+    fastest_compact,
+    freeze_gates,
+    frozen_where_faster,
+    usage_of,
+)
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.export import export
 from dg_lightning.runtime.sparse import SparseLinear
@@ -14,5 +19,6 @@ __all__ = [
     "export",
     "fastest_compact",
     "freeze_gates",
+    "frozen_where_faster",
     "usage_of",
 ]

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,19 @@ from dg_lightning.layers import GatedMLP
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.timing import median_seconds
 
-__all__ = ["OFTEN_ENOUGH", "fastest_compact", "freeze_gates", "usage_of", "without_gates"]
+__all__ = [
+    "MOST_LOST",
+    "OFTEN_ENOUGH",
+    "accuracies",
+    "fastest_compact",
+    "freeze_gates",
+    "frozen_where_faster",
+    "usage_of",
+    "without_gates",
+]
 
 OFTEN_ENOUGH = 0.05  # share of samples that open a block which stays open when gates are frozen
+MOST_LOST = 0.01  # of the accuracy, when gates are frozen because that is faster
 _WHOLE = 2**31  # rounds every width up to all of it
 _VARIANTS: dict[str, dict[str, Any]] = {
     "as small as can be": {},
@@ -45,14 +55,11 @@ def fastest_compact(
             made[name] = candidate
     if len(made) == 1:
         return next(iter(made.values()))
-    like = net.output.weight
     scores = dict.fromkeys(made, 0.0)
+    ways = {name: candidate.net for name, candidate in made.items()}
     for size in batch_sizes:
-        x = torch.randn(size, net.in_features, device=like.device, dtype=like.dtype)
-        with torch.inference_mode():
-            runs = {name: partial(candidate.net, x) for name, candidate in made.items()}
-            for name, seconds in median_seconds(runs, like.device, rounds=7).items():
-                scores[name] += math.log(seconds)
+        for name, seconds in _seconds(ways, size, net).items():
+            scores[name] += math.log(seconds)
     best = min(scores, key=lambda name: scores[name])
     made[best].notes.append(f"Fastest of {len(made)} ways to write it down: {best}.")
     return made[best]
@@ -65,6 +72,67 @@ def without_gates(net: GatedMLP) -> GatedMLP:
     for layer in dense.layers():
         layer.gate = None
     return dense.eval()
+
+
+def frozen_where_faster(
+    net: GatedMLP,
+    data: Sequence[tuple[Tensor, Tensor]],
+    batch_sizes: Sequence[int] = (1, 32, 1024),
+    max_loss: float = MOST_LOST,
+) -> tuple[GatedMLP, Compact]:
+    """Make a net compact; where looking at the input costs more than it saves, with frozen gates.
+
+    Which it is, and why, is in the notes.
+
+    Args:
+        net: The net.
+        data: Batches of inputs and labels, to see which units are open and what freezing costs.
+        batch_sizes: What it will be used with.
+        max_loss: The share of right answers that freezing may cost.
+
+    Returns:
+        The net as it was made compact, gates frozen or not, and what was made of it.
+    """
+    made = fastest_compact(net, batch_sizes)
+    if not any(step["kind"] == "gated" for step in made.steps):
+        return net, made
+    ways = {"dense": fastest_compact(without_gates(net), batch_sizes).net, "ours": made.net}
+    taken = [_seconds(ways, size, net) for size in batch_sizes]
+    gains = ", ".join(f"{seconds['dense'] / seconds['ours']:.2f}" for seconds in taken)
+    if all(seconds["ours"] <= seconds["dense"] for seconds in taken):
+        return net, made
+    sizes = ", ".join(map(str, batch_sizes))
+    why = f"Gates that look at the input make it {gains} times as fast as dense at batch {sizes}."
+    frozen = freeze_gates(net, usage_of(net, (x for x, _ in data)))
+    small = fastest_compact(frozen, batch_sizes)
+    before, after = accuracies([net, frozen], data)
+    seen = f"{before:.2%} of the validation samples are right with them, {after:.2%} without"
+    if before - after > max_loss:
+        made.notes.append(f"{why} They stay: {seen}.")
+        return net, made
+    small.notes.append(f"{why} They are frozen: {seen}.")
+    return frozen, small
+
+
+def _seconds(ways: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, float]:
+    like = net.output.weight
+    x = torch.randn(size, net.in_features, device=like.device, dtype=like.dtype)
+    with torch.inference_mode():
+        runs = {name: partial(way, x) for name, way in ways.items()}
+        return median_seconds(runs, like.device, rounds=7)
+
+
+@torch.inference_mode()
+def accuracies(
+    runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
+) -> list[float]:
+    """Return the share of right answers of several nets."""
+    right, total = [0] * len(runs), 0
+    for x, target in data:
+        total += len(target)
+        for index, run in enumerate(runs):
+            right[index] += int((run(x).argmax(-1) == target).sum())
+    return [count / total for count in right]
 
 
 @torch.no_grad()

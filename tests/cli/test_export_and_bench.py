@@ -70,21 +70,30 @@ def test_hardly_used_units_are_removed_on_demand(
     assert before == after
 
 
-def test_gates_are_frozen_on_demand_and_the_way_out_is_named_where_they_slow_down(
+def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("safetensors")
     path = checkpoint(runs, "dynamicgate_input")
-    output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
-    main(["export", "--ckpt_path", str(path), *output])
-    assert "--freeze_gates=true" in capsys.readouterr().out
-    main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
-    said = capsys.readouterr().out
-    assert "Accuracy on the test part" in said
+
+    def export(*options: str) -> tuple[str, bool]:
+        """Return what is said, and whether the file looks at its input to decide."""
+        output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
+        main(["export", "--ckpt_path", str(path), *output, *options])
+        steps = load(str(tmp_path / "net.safetensors"))
+        return capsys.readouterr().out, any("Gated" in type(step).__name__ for step in steps)
+
+    said, looks = export("--max_loss=1")
+    assert not looks
+    assert "They are frozen" in said
+    assert "--freeze_gates=false keeps the gates" in said
+    said, looks = export("--freeze_gates=false")
+    assert looks
+    assert "--freeze_gates=true makes them static" in said
+    said, looks = export("--freeze_gates=true")
+    assert not looks
     assert "--freeze_gates" not in said
-    assert not any(
-        "Gated" in type(step).__name__ for step in load(str(tmp_path / "net.safetensors"))
-    )
+    assert "Accuracy on the test part" in said
 
 
 def test_bench_of_a_checkpoint_and_of_a_shape(
@@ -111,6 +120,7 @@ def test_bench_of_a_checkpoint_and_of_a_shape(
         (["bench", "--shape=[8,4,2]", "--device=cuda:99"], "There is no device 'cuda:99'"),
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
+        (["export", "--ckpt_path=nowhere.ckpt", "--output=a", "--max_loss=2"], "`max_loss`"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--format=h5"], "format"),
     ],
 )

@@ -7,7 +7,13 @@ from gated_nets import randomised
 from torch import nn
 
 from dg_lightning import GatedMLP, SwitchMoE
-from dg_lightning.runtime import compact, fastest_compact, freeze_gates, usage_of
+from dg_lightning.runtime import (
+    compact,
+    fastest_compact,
+    freeze_gates,
+    frozen_where_faster,
+    usage_of,
+)
 from dg_lightning.runtime.choice import without_gates
 
 STATIC: Any = {"kind": "static"}
@@ -179,6 +185,38 @@ def test_what_cannot_be_frozen_is_refused() -> None:
             freeze_gates(net, usage)
     with pytest.raises(TypeError, match="input_gate"):
         freeze_gates(GatedMLP(6, [8], 3, input_gate={"kind": "dynamic"}), {})
+
+
+def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> None:
+    net = randomised(GatedMLP(6, [8], 3, gate={"kind": "dynamic"})).requires_grad_(False)
+    gate: Any = net.layers()[0].gate
+    gate.network[0].weight.zero_()
+    gate.network[0].weight[0, 0] = 9.0  # one unit looks at the input, the others do not
+    gate.network[0].bias.fill_(9.0)
+    gate.network[0].bias[0] = 0.0
+    x = torch.randn(500, 6)
+    said, frozen_says = net(x).argmax(-1), freeze_gates(net, usage_of(net, [x]))(x).argmax(-1)
+    lost = float((said != frozen_says).float().mean())
+    assert 0 < lost < 1
+    data = [(part, net(part).argmax(-1)) for part in x.split(100)]
+    chosen, made = frozen_where_faster(net, data, [1], max_loss=lost + 1e-6)
+    assert not any(step["kind"] == "gated" for step in made.steps)
+    torch.testing.assert_close(made.net(x), chosen(x))
+    assert any(
+        f"frozen: 100.00% of the validation samples are right with them, {1 - lost:.2%}" in note
+        for note in made.notes
+    )
+    kept, made = frozen_where_faster(net, data, [1], max_loss=lost - 1e-6)
+    assert kept is net
+    assert any("They stay" in note for note in made.notes)
+    torch.testing.assert_close(made.net(x), net(x))
+
+
+def test_static_gates_need_no_freezing() -> None:
+    net, x = randomised(GatedMLP(6, [8], 3, gate=STATIC)), torch.randn(4, 6)
+    kept, made = frozen_where_faster(net, [(x, torch.zeros(4))], [1])
+    assert kept is net
+    torch.testing.assert_close(made.net(x), net(x))
 
 
 def test_the_fastest_is_still_the_same_function() -> None:
