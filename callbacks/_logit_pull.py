@@ -1,6 +1,7 @@
 """A penalty's gradient by the logits of static gates: known without a forward or backward pass."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,18 +9,15 @@ from torch import Tensor
 
 from dg_lightning.gates import StaticGate
 from dg_lightning.gates.policies import open_probability
+from dg_lightning.recorded import Recorded
 
 __all__ = ["LogitPull"]
-
-_WARM_UP = 3
 
 
 class LogitPull:
     """Adds the gradient of a penalty on mean p to the one of the logits of static gates.
 
-    With ``p = σ(z / τ)`` it takes a dozen tiny operations, and on a GPU each costs its launch:
-    there they are recorded once, and replayed as one. A replay reads tensors where they lie: what
-    is changed in place is followed, and a tensor that was replaced makes for a new recording.
+    With ``p = σ(z / τ)`` it takes a dozen tiny operations, which a GPU does as a recording.
 
     Args:
         gates: The gates.
@@ -27,7 +25,7 @@ class LogitPull:
 
     def __init__(self, gates: Sequence[Any]) -> None:
         self.gates = gates
-        self._recorded: tuple[Any, torch.cuda.CUDAGraph, list[Tensor]] | None = None
+        self._recorded = Recorded()
 
     @staticmethod
     def fits(gate: Any) -> bool | None:
@@ -73,7 +71,8 @@ class LogitPull:
             reads: The tensors that it reads.
             scales: What it is multiplied by, for each gate.
         """
-        pulls = self._pulls(gradient_of, reads)
+        own = [tensor for gate in self.gates for tensor in (gate.logit, gate.temperature)]
+        pulls = self._recorded(partial(self._computed, gradient_of), [*own, *reads])
         gradients = [gate.logit.grad for gate in self.gates]
         apart = len(set(map(id, gradients))) == len(gradients)  # not so for tied logits
         if len(set(scales)) == 1 and apart and all(g is not None for g in gradients):
@@ -86,36 +85,6 @@ class LogitPull:
                 gate.logit.grad = pull * scale
             else:
                 gate.logit.grad.add_(pull, alpha=scale)
-
-    def _pulls(
-        self, gradient_of: Callable[[Tensor], Tensor], reads: Sequence[Tensor]
-    ) -> list[Tensor]:
-        if not self.gates[0].logit.is_cuda:
-            return self._computed(gradient_of)
-        own = [tensor for gate in self.gates for tensor in (gate.logit, gate.temperature)]
-        key = [tensor.data_ptr() for tensor in (*own, *reads)]
-        if self._recorded is None or self._recorded[0] != key:
-            self._recorded = (key, *self._record(gradient_of))
-        self._recorded[1].replay()
-        return self._recorded[2]
-
-    def _record(
-        self, gradient_of: Callable[[Tensor], Tensor]
-    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP):
-                self._computed(gradient_of)
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, as those that pin memory for a loader, may go on with what they do.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            pulls = self._computed(gradient_of)
-        return graph, pulls
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_recorded": None}
 
     def _computed(self, gradient_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return the gradient by the logits of each gate."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from typing_extensions import override
 
-from dg_lightning.penalties import mean_rates
+from dg_lightning.penalties import mean_rate
 from dg_lightning.protocol import GateLike, release
+from dg_lightning.recorded import Recorded
 from dg_lightning.slots import Slots, slots_of
 from dg_lightning.step_hooks import use_hooks
 
@@ -86,6 +88,7 @@ class Pressure:
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         self._logits = LogitPull(list(gates.values()))
+        self._recorded = Recorded()
         # Whether it acts behind the backward pass; None until gates have run.
         self.later: bool | None = None
 
@@ -159,17 +162,21 @@ class Pressure:
         pl_module: pl.LightningModule,
         loss: Tensor,
         gradient_of: Callable[[Tensor], Tensor],
+        reads: Sequence[Tensor],
         *,
         weight: float = 1.0,
         reduce: bool = True,
     ) -> Tensor | None:
         """Add to the gradient of the loss; return the rates, or None if it was done already.
 
+        The rates are written over in the next step.
+
         Args:
             trainer: The Trainer.
             pl_module: Its module.
             loss: The loss, as `on_before_backward` has it.
             gradient_of: The derivative of the penalty by the rates, from the rates.
+            reads: The tensors that it reads.
             weight: What it is multiplied by.
             reduce: Whether the rates are to be those of all processes; DDP averages gradients.
         """
@@ -182,18 +189,14 @@ class Pressure:
             return None
         fresh = {name: self._value(name) for name in ways}
         self._penalised += fresh.values()
-        with torch.no_grad():
-            shares = self._shares(loss.device) if self.unit_costs else {}
-            rates = mean_rates(self.gates, self.of, shares, unknown=1.0)
-            if reduce:
-                rates = mean_over_ranks(trainer, rates)
-            gradient = gradient_of(rates)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if scaler is not None:
-                gradient = scaler.scale(gradient)
-            pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
-            for name, share in shares.items():
-                pulls[name] = pulls[name] * share
+        shares = self._shares(loss.device) if self.unit_costs else {}
+        values = [self._value(name) for name in self.gates]
+        compute = partial(self._rates_and_pulls, trainer, gradient_of, shares, reduce)
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if scaled or trainer.world_size > 1 or any(value is None for value in values):
+            rates, pulls = compute(*values)
+        else:
+            rates, pulls = self._recorded(compute, [*shares.values(), *reads], values)
         scale_of = self._scales(trainer, pl_module, fresh, weight)
         beside = []
         for name, value in fresh.items():
@@ -210,6 +213,32 @@ class Pressure:
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         return rates
+
+    @torch.no_grad()
+    def _rates_and_pulls(
+        self,
+        trainer: Any,
+        gradient_of: Callable[[Tensor], Tensor],
+        shares: dict[str, Tensor],
+        reduce: bool,
+        *values: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rates, and the derivative by the rate of each gate or of its blocks."""
+        rates = torch.stack(
+            [
+                # What has not run yet counts as open.
+                gate.threshold.new_ones(()) if value is None else mean_rate(value, shares.get(name))
+                for (name, gate), value in zip(self.gates.items(), values, strict=True)
+            ]
+        )
+        if reduce:
+            rates = mean_over_ranks(trainer, rates)
+        gradient = gradient_of(rates)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            gradient = scaler.scale(gradient)
+        pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
+        return rates, {n: pull * shares[n] if n in shares else pull for n, pull in pulls.items()}
 
     def _value(self, name: str) -> Any:
         """Return p or g of a gate's last forward pass."""

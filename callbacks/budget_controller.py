@@ -14,7 +14,6 @@ from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, Multiplier, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
 from dg_lightning.log_steps import log_of_step, logs_now
-from dg_lightning.penalties import mean_rates
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
@@ -205,17 +204,21 @@ class BudgetController(pl.Callback):
     ) -> None:
         self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
         if not self.pressure.later and self._presses(trainer):
-            rates = self.pressure.act(trainer, pl_module, loss, self._gradient_of)
+            rates = self.pressure.act(
+                trainer, pl_module, loss, self._gradient_of, self._reads(loss.device)
+            )
             if rates is not None and logs_now(trainer):
                 self._log(pl_module, rates)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.pressure.later and self._presses(trainer):
-            reads = [m.on(pl_module.device) for m in self._multipliers.values()]
-            reads += [tensor for budget in self._budgets.values() for tensor in budget.reads()]
-            logs = logs_now(trainer)
-            rates = self.pressure.act_later(trainer, self._gradient_of, reads, wants_rates=logs)
+            rates = self.pressure.act_later(
+                trainer,
+                self._gradient_of,
+                self._reads(pl_module.device),
+                wants_rates=logs_now(trainer),
+            )
             if rates is not None:
                 self._log(pl_module, rates)
 
@@ -234,6 +237,11 @@ class BudgetController(pl.Callback):
             return budget.usage_gradient(rates, weights[name])
         parts = zip(self._budgets.items(), self._by_budget(rates), strict=True)
         return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
+
+    def _reads(self, device: torch.device) -> list[Tensor]:
+        """Return the tensors that it is computed from."""
+        multipliers = [m.on(device) for m in self._multipliers.values()]
+        return [*multipliers, *(t for budget in self._budgets.values() for t in budget.reads())]
 
     def _by_budget(self, rates: Tensor) -> tuple[Tensor, ...]:
         sizes = [len(budget.gates) for budget in self._budgets.values()]
@@ -270,7 +278,8 @@ class BudgetController(pl.Callback):
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
         """See what is used, and act on it: move λ, or land."""
         for name, budget in self._budgets.items():
-            used = mean_over_ranks(trainer, budget.used())
+            used, rates, expected = budget.measured()
+            used = mean_over_ranks(trainer, used.clone())
             allowed = self._allowed_at[name](step)
             log_of_step(pl_module, self._key("gates/budget_used", name), used)
             log_of_step(pl_module, self._key("gates/budget_allowed", name), allowed)
@@ -280,8 +289,9 @@ class BudgetController(pl.Callback):
                 shift = torch.tensor(landing.shift_after(used), device=used.device)
                 landing.apply(float(mean_over_ranks(trainer, shift)))  # on all ranks alike
             elif self._begin <= step < self._landing:
-                rates = mean_over_ranks(trainer, mean_rates(budget.gates))
-                self._multipliers[name].update(used, budget.usage(rates), allowed)
+                if trainer.world_size > 1:
+                    expected = budget.usage(mean_over_ranks(trainer, rates))
+                self._multipliers[name].update(used, expected, allowed)
         if self._is_frozen or step >= self._landing:
             self._freeze(trainer, pl_module)
 

@@ -1,6 +1,6 @@
 """Name a collapse of gates while it happens; warn, rescue or stop (section 4.1 of the paper)."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
 from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
-from dg_lightning.deployed import floor_of
+from dg_lightning.deployed import floor_of, read_off
 from dg_lightning.gate_statistics import GateFigures, GateStatistics, open_shares, unit_rates
 from dg_lightning.log_steps import log_of_step
 from dg_lightning.protocol import GateLike, gate_layers
+from dg_lightning.recorded import Recorded
 from dg_lightning.rescue import Rescue
 from dg_lightning.schedules import Clock
 from dg_lightning.slots import slots_of
@@ -82,6 +83,7 @@ class CollapseDetector(pl.Callback):
         self._rescues: dict[str, Rescue] = {}
         self._checked_at = 0
         self._statistics = GateStatistics([])
+        self._shares, self._rates = Recorded(), Recorded()
 
     @cached_property  # Lightning asks for it at every hook
     @override
@@ -129,9 +131,11 @@ class CollapseDetector(pl.Callback):
         self._checked_at = step
         gates = list(self._gates.values())
         if not second:
-            self._statistics.before(mean_over_ranks(trainer, open_shares(gates)))
+            shares = read_off(gates, partial(open_shares, gates), self._shares)
+            self._statistics.before(mean_over_ranks(trainer, shares))
             return
-        figures = self._statistics.check(mean_over_ranks(trainer, unit_rates(gates)))
+        rates = read_off(gates, partial(unit_rates, gates), self._rates)
+        figures = self._statistics.check(mean_over_ranks(trainer, rates))
         found: dict[str, Verdict] = {}
         for (name, gate), gate_figures in zip(self._gates.items(), figures, strict=True):
             history = self._history[name]

@@ -183,6 +183,7 @@ class GatePenalty(pl.Callback):
             pl_module,
             loss,
             lambda rates: usage_gradient(self.usage, rates, **terms),
+            self._tensors(terms),
             weight=weight,
             reduce=self.usage != "linear",  # whose gradient does not depend on other processes
         )

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.compute import LinearMap, decision_macs, executed_macs, linear_maps
-from dg_lightning.deployed import deployed_gate, floor_of, logit
-from dg_lightning.penalties import MacsPrices, without_a_price
-from dg_lightning.protocol import GateLike, gate_layers
+from dg_lightning.deployed import deployed_gate, floor_of, logit, read_off
+from dg_lightning.penalties import MacsPrices, mean_rates, without_a_price
+from dg_lightning.protocol import GateLike, connection_mask, gate_layers
+from dg_lightning.recorded import Recorded
 
 __all__ = ["GateBudget", "Measure", "Multiplier", "gate_budgets"]
 
@@ -66,6 +67,7 @@ class GateBudget:
         units = torch.tensor([float(gate.units) for gate in gates.values()])
         self.unit_shares = units / units.sum()
         self.prices = MacsPrices(list(gates.values()), maps) if measure == "macs" else None
+        self._recorded = Recorded()
 
     @torch.no_grad()
     def used(self, shift: float = 0.0) -> Tensor:
@@ -79,8 +81,24 @@ class GateBudget:
             device = gates[0].threshold.device
             counts = [executed_macs(m) for m in self.maps]
             counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
-            total = torch.stack([_row_mean(count).to(device) for count in counts]).sum()
-            return total / self.macs_dense
+            # What no gate changes is known on the host, and need not be sent.
+            known = sum(float(count) for count in counts if count.device != device)
+            means = [_row_mean(count) for count in counts if count.device == device]
+            return (torch.stack(means).sum() + known) / self.macs_dense
+
+    @torch.no_grad()
+    def measured(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share that was used, the mean p of each gate, and the share that they mean.
+
+        Written over by the next measurement.
+        """
+        masks = [connection_mask(m.linear) for m in self.maps]
+        reads = [*self.reads(), *(mask for mask in masks if mask is not None)]
+        return read_off(self.all_gates, self._measured, self._recorded, reads)
+
+    def _measured(self) -> tuple[Tensor, Tensor, Tensor]:
+        used, rates = self.used(), mean_rates(self.gates)
+        return used, rates, self.usage(rates)
 
     def _deciding(self) -> list[GateLike]:
         """Return the gates whose decisions are part of the MACs."""

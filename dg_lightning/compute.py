@@ -196,7 +196,8 @@ def _is_open(gate: GateLike | None) -> Tensor | None:
             f"A gate of {gate.units} units took no part in a forward pass, which the ledger reads: "
             "run the whole net first."
         )
-    return (gate.gate.detach() != 0).repeat_interleave(gate.block_size, -1)
+    is_open = gate.gate.detach() != 0
+    return is_open if gate.block_size == 1 else is_open.repeat_interleave(gate.block_size, -1)
 
 
 def _unit_probability(gate: GateLike | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from dg_lightning.protocol import GateLike, connection_mask
 __all__ = [
     "MacsPrices",
     "Usage",
+    "mean_rate",
     "mean_rates",
     "unit_costs_by_connections",
     "usage_gradient",
@@ -30,26 +31,28 @@ def mean_rates(
     gates: Mapping[str, GateLike],
     of: Literal["p", "g"] = "p",
     unit_shares: Mapping[str, Tensor] | None = None,
-    unknown: float | None = None,
 ) -> Tensor:
     """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
 
-    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them. A gate
-    that has not run yet counts as `unknown`, or is an error.
+    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them.
+
+    Raises:
+        RuntimeError: If a gate has not run yet.
     """
     means = []
     for name, gate in gates.items():
         value = gate.probability if of == "p" else gate.gate
-        shares = None if unit_shares is None else unit_shares.get(name)
-        if value is None and unknown is None:
+        if value is None:
             raise RuntimeError(
                 f"Gate {name!r} has no probability: it took no part in the last forward pass."
             )
-        if value is None:
-            means.append(gate.threshold.new_tensor(unknown))
-        else:
-            means.append(value.mean() if shares is None else (value * shares).sum(-1).mean())
+        means.append(mean_rate(value, None if unit_shares is None else unit_shares.get(name)))
     return torch.stack(means)
+
+
+def mean_rate(value: Tensor, unit_shares: Tensor | None = None) -> Tensor:
+    """Return the mean of p or g of one gate: 0-d."""
+    return value.mean() if unit_shares is None else (value * unit_shares).sum(-1).mean()
 
 
 def usage_term(
@@ -187,13 +190,14 @@ class MacsPrices:
     def usage(self, rates: Tensor) -> Tensor:
         """Return the share of the dense MACs to expect."""
         form = self._on(rates)
-        x = torch.cat([rates, rates.new_ones(1)])
-        return x @ form @ x / 2
+        x = torch.cat([rates, torch.ones_like(rates[:1])])
+        return (x * (form * x).sum(-1)).sum() / 2
 
     def gradient(self, rates: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return the derivative of the share by each rate, times a weight."""
         form = self._on(rates)
-        gradient = torch.addmv(form[:-1, -1], form[:-1, :-1], rates)
+        # No product of matrices: the library of a GPU takes longer to set one up.
+        gradient = (form[:-1, :-1] * rates).sum(-1) + form[:-1, -1]
         return gradient if weight is None else gradient * weight
 
 

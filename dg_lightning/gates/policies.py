@@ -4,6 +4,9 @@ Pure functions of tensors. `z` is the logit already divided by the temperature.
 """
 
 import math
+import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,6 +17,7 @@ __all__ = [
     "deployed",
     "logit_for",
     "open_probability",
+    "raised",
     "sampled",
     "straight_through",
     "top_k_mask",
@@ -85,11 +89,66 @@ def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Ten
 
     The `floor` largest are open in any case.
     """
-    is_open = p > threshold if k is None else top_k_mask(p, k)
-    if floor > (k or 0):
-        is_open = top_k_mask(p, floor, into=is_open)
-    hard = is_open.to(p.dtype)
+    hard = _with_floor(p.detach(), threshold, floor) if floor and k is None else None
+    if hard is None:
+        is_open = p > threshold if k is None else top_k_mask(p, k)
+        if floor > (k or 0):
+            is_open = raised(is_open, p, floor)
+        hard = is_open.to(p.dtype)
     return straight_through(hard, p) if p.requires_grad else hard
+
+
+def raised(is_open: Tensor, p: Tensor, floor: int) -> Tensor:
+    """Open the `floor` largest p of each row too, in place; what is open must be the largest p.
+
+    >>> raised(torch.tensor([[True, False, False]]), torch.tensor([[0.9, 0.2, 0.3]]), 2).tolist()
+    [[True, False, True]]
+    """
+    p = p.detach()
+    if p.ndim == 1 or p.is_cuda or not is_plain(p):  # a GPU would be waited for
+        return top_k_mask(p, floor, into=is_open)
+    # As a rule enough are open, and then the largest are among them: counting takes little time.
+    lacking = is_open.sum(-1, dtype=torch.int32) < floor
+    if lacking.any():
+        is_open[lacking] = top_k_mask(p[lacking], floor, into=is_open[lacking])
+    return is_open
+
+
+def _with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
+    """Return the hard gate by a kernel, where there is one for it."""
+    kernel = _floor_kernel(p.device) if p.is_cuda and is_plain(p) else None
+    found: Tensor | None = None if kernel is None else kernel(p, threshold, floor)
+    return found
+
+
+def is_plain(p: Tensor) -> bool:
+    """Tell whether a tensor is one in memory, which a kernel can read."""
+    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    wrapped = type(p) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(p)
+    return not traced and not wrapped and p.numel() > 0
+
+
+@cache
+def _floor_kernel(
+    device: torch.device,
+) -> Callable[[Tensor, Tensor, int], Tensor | None] | None:
+    if torch.version.hip is not None:
+        return None
+    try:
+        from dg_lightning.gates.floor_kernel import with_floor
+    except ImportError:  # Triton comes with torch for CUDA, not for every machine
+        return None
+    trial = torch.zeros(2, device=device)
+    try:
+        with_floor(trial, trial[0], 1)
+    except Exception as error:  # there is no compiler, its folder cannot be written, ...
+        warnings.warn(
+            f"Triton cannot run a kernel on {device} ({type(error).__name__}: {error}): gates with "
+            "a floor are decided by torch, a little slower.",
+            stacklevel=2,
+        )
+        return None
+    return with_floor
 
 
 def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:

@@ -1,10 +1,12 @@
 import math
+import sys
+import types
 
 import pytest
 import torch
 
-from dg_lightning.gates import StaticGate, straight_through, top_k_mask
-from dg_lightning.gates.policies import logit_for, open_probability, sampled
+from dg_lightning.gates import StaticGate, policies, straight_through, top_k_mask
+from dg_lightning.gates.policies import is_plain, logit_for, open_probability, raised, sampled
 
 
 def test_straight_through_is_hard_forward_and_soft_backward() -> None:
@@ -82,3 +84,46 @@ def test_relaxed_policies_are_hard_at_evaluation(policy: str) -> None:
 def test_soft_policy_is_p_in_training() -> None:
     gate = StaticGate(4, policy="soft", initial_open_rate=0.6)
     torch.testing.assert_close(gate(torch.zeros(1, 2)), torch.full((4,), 0.6))
+
+
+@pytest.mark.parametrize("shape", [(9,), (40, 9), (5, 8, 9)])
+@pytest.mark.parametrize("floor", [0, 1, 4, 9])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap
+def test_raising_to_a_floor_is_opening_the_largest(shape: tuple[int, ...], floor: int) -> None:
+    p = (torch.rand(shape, generator=torch.Generator().manual_seed(floor)) * 8).round() / 8
+    for threshold in (0.2, 0.7, 1.0):  # almost all rows have enough, some, none
+        is_open = p > threshold
+        expected = is_open | top_k_mask(p, floor)
+        assert torch.equal(raised(is_open.clone(), p, floor), expected)
+        per_sample = torch.func.vmap(lambda row, o: raised(o.clone(), row, floor))
+        if len(shape) > 1:
+            assert torch.equal(per_sample(p, is_open), expected)
+
+
+def test_kernels_are_given_tensors_in_memory_only() -> None:
+    p, found = torch.rand(3, 4), []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append(is_plain(x.detach()))
+        return x * 2
+
+    note(p)
+    torch.func.vmap(note)(p)
+    torch.func.grad(lambda x: note(x).sum())(p)
+    torch.jit.trace(note, p, check_trace=False)
+    note(torch.empty(0, 4))
+    assert found == [True, False, False, False, False]
+
+
+def test_a_kernel_that_cannot_be_compiled_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_floor(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    kernel = types.SimpleNamespace(with_floor=with_floor)
+    monkeypatch.setitem(sys.modules, "dg_lightning.gates.floor_kernel", kernel)
+    device = torch.device("cpu")
+    policies._floor_kernel.cache_clear()
+    with pytest.warns(UserWarning, match=r"Failed to find C compiler\): gates with a floor"):
+        assert policies._floor_kernel(device) is None
+    assert policies._floor_kernel(device) is None  # and it is said once
+    policies._floor_kernel.cache_clear()
