@@ -1,5 +1,6 @@
 """What the sparse callbacks share: masks that hold in every step, and change when they are due."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,8 +13,10 @@ from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
 from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.recorded import Recorded
 from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, mask_gradients
 from dg_lightning.schedules import Clock
+from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
@@ -24,9 +27,13 @@ __all__ = ["Sparse", "all_finite"]
 def all_finite(values: Iterable[Tensor]) -> bool:
     """Tell whether every entry of all tensors is a number; waits for the device."""
     values = list(values)
-    # A sum with one entry that is not finite is not; the sum itself may overflow, though.
-    sums = [value.sum() for value in values]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
+    if not values:
+        return True
+    # A sum with one entry that is not finite is not; the sum itself may overflow, though. Norms of
+    # all tensors are one operation on a GPU, and on a CPU slower than sums.
+    on_gpu = all(value.is_cuda for value in values)
+    sums = torch._foreach_norm(values) if on_gpu else [value.sum() for value in values]
+    if math.isfinite(float(torch.stack(sums).sum())):
         return True
     return all(bool(value.isfinite().all()) for value in values)
 
@@ -39,6 +46,7 @@ class Sparse(MaskedLayers):
     when connections change (`changes_after`) and how (`new_masks`).
     """
 
+    sees_all_gradients = False  # or only those of steps after which something changes
     puts_off = False  # whether a change that a step did not allow is made after the next one
 
     def __init__(self, *arguments: Any) -> None:
@@ -47,6 +55,7 @@ class Sparse(MaskedLayers):
         # By optimizer: how many parameters it has, and which of them are ours.
         self._mine: dict[Optimizer, tuple[int, list[Connections]]] = {}
         self._due: list[Connections] = []
+        self._masking = Recorded()
         self._step = 0
         self._logged_at = -1
 
@@ -67,7 +76,10 @@ class Sparse(MaskedLayers):
     def see_gradients(
         self, trainer: Any, optimizer: Optimizer, mine: list[Connections], due: list[Connections]
     ) -> None:
-        """Look at the dense gradients of layers, before they are masked."""
+        """Look at the dense gradients of layers, before they are masked.
+
+        In steps after which something changes, or in all of them (`sees_all_gradients`).
+        """
 
     def start_anew(self) -> None:
         """Forget an earlier training."""
@@ -91,6 +103,7 @@ class Sparse(MaskedLayers):
         if trainer.global_step == 0:
             self.start_anew()
         self._logged_at = -1
+        self._log_figures(True)
         self._mine = {}
 
     @override
@@ -102,8 +115,9 @@ class Sparse(MaskedLayers):
         self._due = [c for c in mine if self.changes_after(self._step, c.changed_at)]
         if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
             self._leave_out()
-        self.see_gradients(trainer, optimizer, mine, self._due)
-        mask_gradients(mine)
+        if self._due or self.sees_all_gradients:
+            self.see_gradients(trainer, optimizer, mine, self._due)
+        mask_gradients(mine, self._masking)
 
     def _layers_of(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> list[Connections]:
         """Return the layers that an optimizer steps, which may become more while it trains."""
@@ -149,6 +163,16 @@ class Sparse(MaskedLayers):
             c.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
+        self._log_figures(True)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log_figures(True)
+
+    def _log_figures(self, now: bool) -> None:
+        """Let Lightning call the hook that logs, or not: a call costs more than what it does."""
+        hook = ["on_train_batch_end"]
+        use_hooks(self, *(hook, []) if now else ([], hook))
 
     @override
     def on_train_batch_end(
@@ -166,6 +190,7 @@ class Sparse(MaskedLayers):
             for name, c in self.connections.items():
                 for key, value in c.figures().items():
                     log_of_step(pl_module, f"rewire/{key}/{name}", value)
+            self._log_figures(False)
 
     @override
     def on_exception(
@@ -180,7 +205,7 @@ class Sparse(MaskedLayers):
     def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._mine, self._due = [], {}, []
+        self._handles, self._mine, self._due, self._masking = [], {}, [], Recorded()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handles": [], "_mine": {}}

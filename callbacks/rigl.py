@@ -115,6 +115,7 @@ class RigL(Rewiring):
         if gate_aware not in ("no", "grow", "drop_and_grow"):
             raise ValueError(f"`gate_aware` must be no, grow or drop_and_grow, got {gate_aware!r}.")
         self.grow = grow
+        self.sees_all_gradients = self.sees_all_gradients or grow == "mean_gradient"
         self.mean_decay = mean_decay
         self.gate_aware = gate_aware
         self.skip_optimizer_step = skip_optimizer_step
@@ -156,7 +157,7 @@ class RigL(Rewiring):
             self._follow(trainer, optimizer, mine)
         self._scores = {}
         for c in due:
-            if c.weight.grad is not None:
+            if c.weight.grad is not None and not c.full:
                 score = c.weight.grad if self.grow == "gradient" else self._means[c.name]
                 self._scores[c] = score.abs()
         if due and self.skip_optimizer_step:
@@ -196,7 +197,7 @@ class RigL(Rewiring):
         if self._open is not None:
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
-        masks = {}
+        masks = {c: c.mask for c in due if c.full}
         keeps = {c: c.weight.detach().abs() for c in self._scores}
         fine = all_finite(keeps.values())
         for c, grow in self._scores.items():

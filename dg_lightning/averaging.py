@@ -50,8 +50,9 @@ def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[Connections]
 
     Once is enough: as long as a weight is 0 in the module, its average stays 0.
     """
-    names = {child: name for name, child in module.named_modules()}
-    for copy in _copies(trainer):
+    copies = _copies(trainer)
+    names = {child: name for name, child in module.named_modules()} if copies else {}
+    for copy in copies:
         for layer in layers:
             theirs: Any = copy.get_submodule(names[layer.layer])
             theirs.connection_mask = layer.mask

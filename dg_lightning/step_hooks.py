@@ -43,8 +43,10 @@ def use_hooks(callback: pl.Callback, used: Iterable[str], unused: Iterable[str])
 
     Hooks that somebody's subclass has are always called: ours do nothing when they are not used.
     """
+    own = vars(callback)
     for hook in used:
-        vars(callback).pop(hook, None)
+        if own.get(hook, hook) is None:  # switched off by us, not somebody's own
+            del own[hook]
     for hook in unused:
         if getattr(type(callback), hook).__module__.startswith("dg_lightning."):
             setattr(callback, hook, None)

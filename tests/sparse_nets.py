@@ -39,7 +39,14 @@ def data(batch_size: int = 8) -> Any:
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
-def fit(model: Any, callbacks: list[Any], root: Path, loader: Any = None, **arguments: Any) -> Any:
+def fit(
+    model: Any,
+    callbacks: list[Any],
+    root: Path,
+    loader: Any = None,
+    ckpt_path: Path | None = None,
+    **arguments: Any,
+) -> Any:
     trainer = pl.Trainer(
         callbacks=callbacks,
         **{
@@ -54,7 +61,7 @@ def fit(model: Any, callbacks: list[Any], root: Path, loader: Any = None, **argu
             **arguments,
         },
     )
-    trainer.fit(model, data() if loader is None else loader)
+    trainer.fit(model, data() if loader is None else loader, ckpt_path=ckpt_path)
     return trainer
 
 

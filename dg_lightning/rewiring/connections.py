@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dg_lightning.protocol import matching, plain_name
+from dg_lightning.recorded import Recorded
 
 from .optimizer_slots import reset_slots
 from .selection import counted
@@ -52,13 +53,35 @@ class Connections:
         self.structure = structure or Structure()
         self.weight = cast(nn.Parameter, layer.weight)
         self.mask = mask.to(self.weight.device, copy=True)
-        (self.count,) = counted(self.mask)
+        (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
-        self.churn = torch.zeros(())
+        self._churn = 0.0
+        self._counts: list[int] | Tensor | None = None  # of the last change, until they are read
         self._explored = packed(self._sample())
         self._figures: dict[str, Tensor] | None = None
         layer.connection_mask = self.mask
         self.apply()
+
+    @property
+    def count(self) -> int:
+        """How many connections exist."""
+        self._read_counts()
+        return self._count
+
+    @property
+    def churn(self) -> float:
+        """The share of connections that the last change has made."""
+        self._read_counts()
+        return self._churn
+
+    def _read_counts(self) -> None:
+        """Take in what the last change has counted, on the device: it is waited for here."""
+        if self._counts is None:
+            return
+        counts = self._counts.tolist() if isinstance(self._counts, Tensor) else self._counts
+        (count, same), self._counts = counts, None
+        made = (self.mask.numel() - same + count - self._count) / 2
+        self._count, self._churn = count, made / max(1, count)
 
     @property
     def full(self) -> bool:
@@ -86,9 +109,12 @@ class Connections:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
         if mask is self.mask:  # nothing has changed
             return
+        self._read_counts()
         same = mask == self.mask
-        self.count, new = counted(mask, mask > self.mask)
-        self.churn = torch.tensor(new / max(1, self.count))
+        if same.is_cuda:
+            self._counts = torch.stack([torch.count_nonzero(m) for m in (mask, same)])
+        else:
+            self._counts = counted(mask, same)
         self.mask.copy_(mask)
         keep_only([(self.weight, same)])
         if optimizer is not None:
@@ -103,22 +129,29 @@ class Connections:
         over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
         """
         if self._figures is None:
-            matrix = self.mask.flatten(1).view(torch.uint8)
-            self._figures = {
-                "density": torch.tensor(self.count / matrix.numel()),
+            dead_inputs, dead_outputs = self._dead_ends()
+            values = {
+                "density": self.count / self.mask.numel(),
                 "churn": self.churn,
                 "itop": self._share_explored(),
-                "dead_inputs": (matrix.amax(0) == 0).sum(dtype=torch.float32),
-                "dead_outputs": (matrix.amax(1) == 0).sum(dtype=torch.float32),
+                "dead_inputs": dead_inputs,
+                "dead_outputs": dead_outputs,
             }
+            self._figures = {key: torch.tensor(float(value)) for key, value in values.items()}
         return self._figures
 
-    def _share_explored(self) -> Tensor:
-        import numpy as np
+    def _dead_ends(self) -> list[int]:
+        """Count the inputs and outputs without any connection."""
+        if self.full:
+            return [0, 0]
+        matrix = self.mask.flatten(1).view(torch.uint8)
+        counts = [torch.count_nonzero(matrix.amax(axis)) for axis in (0, 1)]
+        alive: list[int] = torch.stack(counts).tolist()
+        return [matrix.shape[1] - alive[0], matrix.shape[0] - alive[1]]
 
-        # Not by torch, which wakes all threads of a CPU for it: 7 ms on a machine with many.
-        bits = np.unpackbits(self._explored.numpy(), count=self._sample().numel())
-        return torch.tensor(bits.mean(), dtype=torch.float32)
+    def _share_explored(self) -> float:
+        # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
+        return int.from_bytes(self._explored.numpy().tobytes()).bit_count() / self._sample().numel()
 
     def checksum(self) -> int:
         """Return a number that is the same where the connections are."""
@@ -137,16 +170,16 @@ class Connections:
             "mask": packed(self.mask),
             "shape": list(self.mask.shape),
             "explored": self._explored.clone(),
-            "churn": float(self.churn),
+            "churn": self.churn,
             "changed_at": self.changed_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
-        (self.count,) = counted(self.mask)
+        (self._count,) = counted(self.mask)
         self._explored.copy_(state["explored"])
-        self.churn.fill_(state["churn"])
+        self._churn, self._counts = state["churn"], None
         self.changed_at = state["changed_at"]
         self._figures = None
         self.apply()
@@ -189,15 +222,19 @@ def sparse_layers(
     return chosen
 
 
-def mask_gradients(connections: Iterable[Connections]) -> None:
+def mask_gradients(connections: Iterable[Connections], recorded: Recorded | None = None) -> None:
     """Let no gradient reach missing connections.
 
     Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
-    all of them at 0.
+    all of them at 0. With `recorded`, in one launch where it is done again and again.
     """
-    keep_only(
-        (c.weight.grad, c.mask) for c in connections if not c.full and c.weight.grad is not None
-    )
+    partial_layers = [c for c in connections if not c.full and c.weight.grad is not None]
+    gradients: list[Any] = [c.weight.grad for c in partial_layers]
+    if gradients:
+        masks = [c.mask for c in partial_layers]
+        (recorded or Recorded())(
+            lambda: keep_only(zip(gradients, masks, strict=True)), [*gradients, *masks]
+        )
 
 
 def generator_for(seed: int | None, name: str, step: int, device: torch.device) -> torch.Generator:

@@ -71,7 +71,7 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
+    accepted = _arguments_of(kind)
     settings = {k: _plain(group[k]) for k in optimizer.defaults if k in accepted and k in group}
     # The device of the weight would only be waited for; but who knows where others can run.
     device = torch.device("cpu") if kind in WEIGHT_BY_WEIGHT else parameter.device
@@ -81,6 +81,11 @@ def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, flo
     except TypeError:
         return _tried.__wrapped__(*arguments)
     return _tried(*arguments)
+
+
+@lru_cache(maxsize=16)  # slow to find out, and asked for each layer of every update
+def _arguments_of(kind: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(kind).parameters)
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ __all__ = ["counted", "largest", "largest_in_rows"]
 
 _SAMPLED = 2**14  # scores that tell where to look
 _IN_CACHE = 2**17  # scores
+_WORTH_GATHERING = 2**24  # scores: fewer are sooner gone through than gathered
 
 
 def largest(
@@ -37,15 +38,14 @@ def largest(
         return torch.zeros_like(scores, dtype=torch.bool)
     if scores.device.type == "cpu":
         return _largest_on_cpu(scores, count, among, count / allowed)
-    if among is None:
-        last = _kth_largest(scores.flatten(), count)
-    elif 2 * allowed < scores.numel():
+    gathers = 2 * allowed < scores.numel() and scores.numel() > _WORTH_GATHERING
+    if among is not None and gathers:
         last = _kth_largest(scores[among], count)
+        mask = (scores >= last) & among
     else:
-        last = _kth_largest(scores.masked_fill(~among, -torch.inf).flatten(), count)
-    mask = scores >= last
-    if among is not None:
-        mask &= among
+        scores = scores if among is None else torch.where(among, scores, -torch.inf)
+        last = _kth_largest(scores.flatten(), count)
+        mask = scores >= last
     surplus = counted(mask)[0] - count
     if surplus:
         ties = (mask & (scores == last)).flatten().nonzero()[:, 0]
@@ -59,8 +59,11 @@ def counted(*masks: Tensor) -> list[int]:
 
     if masks[0].device.type == "cpu":
         return [int(np.count_nonzero(mask.numpy())) for mask in masks]
-    counts: list[int] = torch.stack([torch.count_nonzero(mask) for mask in masks]).tolist()
-    return counts
+    counts = [torch.count_nonzero(mask) for mask in masks]
+    if len(counts) == 1:
+        return [int(counts[0])]
+    together: list[int] = torch.stack(counts).tolist()
+    return together
 
 
 def _kth_largest(scores: Tensor, k: int) -> Tensor:

@@ -1,0 +1,82 @@
+"""The figures of connections: when they are logged, and that they are right."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from sparse_nets import Plain, fit
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.callbacks import RigL
+from dg_lightning.rewiring import Connections
+from dg_lightning.step_hooks import use_hooks
+
+KEY = "rewire/density/net.0"
+
+
+def logged_steps(logger: Any) -> list[int]:
+    logger.save()
+    lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    return [int(row["step"]) for row in csv.DictReader(lines) if row.get(KEY)]
+
+
+def test_they_are_logged_in_every_epoch_and_the_hook_is_let_go(tmp_path: Path) -> None:
+    rigl = RigL(0.7, every_n_steps=4, until=0.75)
+    logger = CSVLogger(tmp_path)
+    fit(Plain(), [rigl], tmp_path, logger=logger)  # two epochs of 12 steps
+    assert logged_steps(logger) == list(range(2, 24, 3))  # as far as Lightning has not forgotten
+    assert rigl.on_train_batch_end is None  # there has been nothing new for a while
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_resumed_training_logs_them_too(same: bool, tmp_path: Path) -> None:
+    rigl = RigL(0.7, every_n_steps=4, until=0.75)
+    saving = ModelCheckpoint(tmp_path, filename="at", every_n_train_steps=7, save_top_k=-1)
+    model = Plain()
+    fit(model, [rigl, saving], tmp_path, max_steps=7, enable_checkpointing=True)
+    logger = CSVLogger(tmp_path)
+    rigl = rigl if same else RigL(0.7, every_n_steps=4, until=0.75)
+    fit(Plain(), [rigl], tmp_path, logger=logger, ckpt_path=tmp_path / "at.ckpt")
+    assert logged_steps(logger)[:2] == [8, 11]
+
+
+class Growing(RigL):
+    """Makes more connections than it takes."""
+
+    sees_all_gradients = True
+    seen = 0
+
+    @override
+    def see_gradients(self, *arguments: Any) -> None:
+        self.seen += 1
+        super().see_gradients(*arguments)
+
+    @override
+    def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
+        return super().rewire(step, c, keep, grow) | (torch.rand_like(grow) < 0.1)
+
+
+def test_somebodys_own_rule_is_counted_right_and_sees_every_step(tmp_path: Path) -> None:
+    growing = Growing(0.7, every_n_steps=4, until=1.0)
+    fit(Plain(), [growing], tmp_path)
+    assert growing.seen == 24
+    for c in growing.connections.values():
+        assert c.count == int(c.mask.sum())
+        assert c.figures()["density"].item() == pytest.approx(c.mask.double().mean().item())
+
+
+def test_somebodys_own_hook_on_a_callback_stays_when_ours_come_and_go() -> None:
+    rigl: Any = RigL()
+    hook = ["on_train_batch_end"]
+    use_hooks(rigl, [], hook)
+    assert rigl.on_train_batch_end is None
+    use_hooks(rigl, hook, [])
+    assert callable(rigl.on_train_batch_end)
+    rigl.on_train_batch_end = print
+    use_hooks(rigl, hook, [])
+    assert rigl.on_train_batch_end is print
