@@ -73,7 +73,8 @@ def studies(folders: list[Path], rounds: int) -> Table:
         if data is None:
             chosen, small = net, fastest_compact(net, BATCHES)
         else:
-            chosen, small = frozen_where_faster(net, list(batches(data, "validate")), BATCHES)
+            seen = partial(batches, data, "validate")
+            chosen, small = frozen_where_faster(net, seen, BATCHES)
         rows = {f"{dataset}/{variant}": (chosen, small)}
         if chosen is not net:
             rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_compact(net, BATCHES))

@@ -9,7 +9,6 @@ the size of MNIST, validation included, ten with and ten without in turns: with 
 """
 
 import argparse
-import itertools
 import logging
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from callback_overhead import BLOCK, Repeated, Switch
+from callback_overhead import BLOCK, Repeated, Switch, ratios
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
@@ -107,10 +106,7 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
         trainer.fit(
             model_of(gate, 3072, [1024, 512]), Repeated(batch), Batches(BATCH, 3072, device)
         )
-    # Each block with it is compared with the ones before and behind it: machines have moods.
-    none, with_it = switch.seconds.values()
-    around = [(before + behind) / 2 for before, behind in itertools.pairwise(none)]
-    return statistics.median(a / b for a, b in zip(with_it, around, strict=False))
+    return ratios(switch.blocks, "none")["monitor"]
 
 
 def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:
