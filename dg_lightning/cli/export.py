@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,6 +21,7 @@ from dg_lightning.cli.trained import (
     batches,
     checked_sizes,
     data_of,
+    has_part,
     net_of,
     shape_of,
 )
@@ -42,6 +43,7 @@ __all__ = ["run_export"]
 
 _NEEDED = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
 Run: TypeAlias = Callable[[Tensor], Tensor]
+Seen: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 def run_export(args: list[str]) -> None:
@@ -76,7 +78,7 @@ def run_export(args: list[str]) -> None:
         "--max_loss",
         type=float,
         default=MOST_LOST,
-        help="The share of right answers on the validation part that --freeze_gates=auto may cost.",
+        help="By how much the accuracy on the validation part may fall with --freeze_gates=auto.",
     )
     parser.add_argument(
         "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
@@ -100,21 +102,12 @@ def run_export(args: list[str]) -> None:
         print(f"--{wanted} has nothing to do: no gate of this net depends on the input.")
         wanted = None
     data = data_of(given.ckpt_path, given.data_root, needed_by=wanted)
-    seen = list(batches(data, "validate")) if data is not None and looks else []
-    # What is changed on purpose is no fault: the file is compared with what the net is then.
-    meant = net
-    if wanted is None and seen and given.freeze_gates == "auto":
-        meant, made = frozen_where_faster(net, seen, sizes, given.max_loss)
-    elif wanted is None:
-        made = fastest_compact(net, sizes)
-    else:
-        usage = usage_of(net, (x for x, _ in seen))
-        if given.freeze_gates is True:
-            meant = freeze_gates(net, usage, given.min_usage or OFTEN_ENOUGH)
-            made = fastest_compact(meant, sizes)
-        else:
-            meant = _closed_for_good(net, usage, given.min_usage)
-            made = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
+    seen = None
+    if data is not None and looks and has_part(data, "validate"):
+        seen = partial(batches, data, "validate")
+    elif wanted is not None:
+        raise refusal(f"`{wanted}` needs a validation part, and the run's data has none.")
+    meant, made = _compacted(net, given, sizes, seen)
     shape = shape_of(given.ckpt_path)
     x = check_inputs(made, meant).unflatten(1, shape)
     exported = export(meant, made, given.format, Path(given.output), x)
@@ -123,13 +116,33 @@ def run_export(args: list[str]) -> None:
         print("It is another function than the trained net: --freeze_gates=false keeps the gates.")
     decides = any(step["kind"] == "gated" for step in made.steps)
     if slower and decides:
+        way_out = "would, with validation data" if seen is None else "makes them static"
         print(
             f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
-            "on the input cost more here than they save; --freeze_gates=true makes them static."
+            f"on the input cost more here than they save; --freeze_gates=true {way_out}."
         )
     if data is not None:
         before, after = accuracies([net, exported.run], batches(data, "test"))
         print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
+
+
+def _compacted(
+    net: GatedMLP, given: Any, sizes: list[int], seen: Seen | None
+) -> tuple[GatedMLP, Compact]:
+    """Return the net as it is meant to be, and what was made of it.
+
+    What is changed on purpose is no fault: the file is compared with what the net is then.
+    """
+    if seen is None or (given.freeze_gates is False and not given.min_usage):
+        return net, fastest_compact(net, sizes)
+    if given.freeze_gates == "auto" and not given.min_usage:
+        return frozen_where_faster(net, seen, sizes, given.max_loss)
+    usage = usage_of(net, (x for x, _ in seen()))
+    if given.freeze_gates is True:
+        frozen = freeze_gates(net, usage, given.min_usage or OFTEN_ENOUGH)
+        return frozen, fastest_compact(frozen, sizes)
+    made = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
+    return _closed_for_good(net, usage, given.min_usage), made
 
 
 def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:

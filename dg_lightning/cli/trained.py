@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dg_lightning import GatedClassifier, GatedMLP
@@ -14,7 +15,16 @@ from dg_lightning.cli.checkpoints import read_checkpoint
 from dg_lightning.cli.errors import one_line, refusal
 from dg_lightning.spec import build, import_class
 
-__all__ = ["BATCH_SIZES", "batches", "checked_sizes", "data_of", "inputs_of", "net_of", "shape_of"]
+__all__ = [
+    "BATCH_SIZES",
+    "batches",
+    "checked_sizes",
+    "data_of",
+    "has_part",
+    "inputs_of",
+    "net_of",
+    "shape_of",
+]
 
 BATCH_SIZES = [1, 32, 1024]
 
@@ -83,6 +93,14 @@ def data_of(
         print(f"The run's data cannot be read ({reason}).")
         return None
     return data
+
+
+def has_part(data: pl.LightningDataModule, part: str) -> bool:
+    """Tell whether there are samples in the validation or test part."""
+    try:
+        return next(batches(data, part), None) is not None
+    except MisconfigurationException:  # of a DataModule without a loader for it
+        return False
 
 
 def inputs_of(path: str, count: int, root: str | None = None) -> Tensor:

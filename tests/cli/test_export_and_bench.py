@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 from dg_lightning import GatedClassifier
 from dg_lightning.cli import main
@@ -94,6 +97,33 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     assert not looks
     assert "--freeze_gates" not in said
     assert "Accuracy on the test part" in said
+
+
+class OnlyTested(pl.LightningDataModule):
+    """Somebody's data, without a validation part."""
+
+    @override
+    def test_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(8, 64), torch.zeros(8)), batch_size=4)
+
+
+def test_without_a_validation_part_gates_stay(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    path = tmp_path / "run" / "last.ckpt"
+    path.parent.mkdir()
+    path.write_bytes(checkpoint(runs, "dynamicgate_input").read_bytes())
+    config = f"data:\n  class_path: {__name__}.OnlyTested\n"
+    path.with_name("config.yaml").write_text(config)
+    output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
+    main(["export", "--ckpt_path", str(path), *output])
+    said = capsys.readouterr().out
+    assert "--freeze_gates=true would, with validation data." in said
+    assert "Accuracy on the test part" in said
+    with pytest.raises(SystemExit):
+        main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
+    assert "needs a validation part, and the run's data has none" in capsys.readouterr().err
 
 
 def test_bench_of_a_checkpoint_and_of_a_shape(

@@ -199,14 +199,16 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
     lost = float((said != frozen_says).float().mean())
     assert 0 < lost < 1
     data = [(part, net(part).argmax(-1)) for part in x.split(100)]
-    chosen, made = frozen_where_faster(net, data, [1], max_loss=lost + 1e-6)
+    net.train()  # which changes nothing, and is not changed
+    chosen, made = frozen_where_faster(net, lambda: data, [1], max_loss=lost + 1e-6)
+    assert net.training
     assert not any(step["kind"] == "gated" for step in made.steps)
     torch.testing.assert_close(made.net(x), chosen(x))
     assert any(
         f"frozen: 100.00% of the validation samples are right with them, {1 - lost:.2%}" in note
         for note in made.notes
     )
-    kept, made = frozen_where_faster(net, data, [1], max_loss=lost - 1e-6)
+    kept, made = frozen_where_faster(net, lambda: data, [1], max_loss=lost - 1e-6)
     assert kept is net
     assert any("They stay" in note for note in made.notes)
     torch.testing.assert_close(made.net(x), net(x))
@@ -214,7 +216,7 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
 
 def test_static_gates_need_no_freezing() -> None:
     net, x = randomised(GatedMLP(6, [8], 3, gate=STATIC)), torch.randn(4, 6)
-    kept, made = frozen_where_faster(net, [(x, torch.zeros(4))], [1])
+    kept, made = frozen_where_faster(net, lambda: [(x, torch.zeros(4))], [1])
     assert kept is net
     torch.testing.assert_close(made.net(x), net(x))
 
