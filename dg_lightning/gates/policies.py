@@ -123,9 +123,10 @@ def _with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
 
 def is_plain(p: Tensor) -> bool:
     """Tell whether a tensor is one in memory, which a kernel can read."""
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
     wrapped = type(p) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(p)
-    return not traced and not wrapped and p.numel() > 0
+    return not wrapped and p.numel() > 0
 
 
 @cache

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from dg_lightning.gates import StaticGate, policies, straight_through, top_k_mask
+from dg_lightning.gates import DynamicGate, StaticGate, policies, straight_through, top_k_mask
 from dg_lightning.gates.policies import is_plain, logit_for, open_probability, raised, sampled
 
 
@@ -98,6 +98,16 @@ def test_raising_to_a_floor_is_opening_the_largest(shape: tuple[int, ...], floor
         per_sample = torch.func.vmap(lambda row, o: raised(o.clone(), row, floor))
         if len(shape) > 1:
             assert torch.equal(per_sample(p, is_open), expected)
+
+
+def test_a_floor_is_compiled_in_one_piece() -> None:
+    gate = DynamicGate(6, 8, min_open=3, threshold=0.9)
+    torch.nn.init.normal_(gate._maps[0].weight)
+    compiled = torch.compile(gate, fullgraph=True, backend="eager")
+    h = torch.randn(20, 6)
+    expected = gate(h)
+    assert (expected.sum(-1) >= 3).all()
+    torch.testing.assert_close(compiled(h), expected)
 
 
 def test_kernels_are_given_tensors_in_memory_only() -> None:
