@@ -3,13 +3,12 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from typing_extensions import override
 
 from dg_lightning.penalties import mean_rate
 from dg_lightning.protocol import GateLike, release
@@ -19,47 +18,9 @@ from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import mean_over_ranks, shards_parameters
 from ._logit_pull import LogitPull
+from ._ways import Pull, Way, ways_to
 
 __all__ = ["Pressure"]
-
-Way: TypeAlias = Literal["by", "in", "no"]
-
-
-class _Pull(torch.autograd.Function):
-    """A zero whose gradient by the entries of each value is given."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, pulls: list[Tensor], *values: Tensor) -> Tensor:
-        ctx.pulls = pulls
-        ctx.shapes = [value.shape for value in values]
-        return values[0].new_zeros(())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        pulls = zip(ctx.pulls, ctx.shapes, strict=True)
-        return (None, *((pull * grad_outputs[0]).expand(shape) for pull, shape in pulls))
-
-
-def _ways(loss: Tensor, values: list[Tensor]) -> list[Way]:
-    """Tell for each value how the gradient of a loss gets to it.
-
-    It comes `by`; or it gets to the node only that made the value, as where a compiled net hands
-    out p beside the output that the loss is made of (`in`); or it does not get there (`no`).
-    """
-    edges, nodes, ahead = set(), set(), [(loss.grad_fn, loss.output_nr)]
-    while ahead:
-        edge = ahead.pop()
-        if edge[0] is not None and edge not in edges:
-            edges.add(edge)
-            if edge[0] not in nodes:
-                nodes.add(edge[0])
-                ahead += edge[0].next_functions
-    return [
-        "by" if (v.grad_fn, v.output_nr) in edges else "in" if v.grad_fn in nodes else "no"
-        for v in values
-    ]
 
 
 class Pressure:
@@ -205,7 +166,7 @@ class Pressure:
             else:
                 beside.append(name)
         if beside:
-            zero = _Pull.apply(
+            zero = Pull.apply(
                 [pulls[name] * scale_of[name] for name in beside], *(fresh[name] for name in beside)
             )  # type: ignore[no-untyped-call]
             # Only a gradient is added: the value, which the last operation of the loss may need for
@@ -256,7 +217,7 @@ class Pressure:
             and not (done and any(value is other for other in done))
         }
         if not pl_module.automatic_optimization:
-            ways = dict(zip(fresh, _ways(loss, list(fresh.values())), strict=True))
+            ways = dict(zip(fresh, ways_to(loss, list(fresh.values())), strict=True))
             # Gates that another loss is made of have their penalty with that one.
             return {name: way for name, way in ways.items() if way != "no"}
         if not fresh and not self._penalised:
@@ -264,7 +225,7 @@ class Pressure:
         # One loss a batch, made in the same way every time: it is looked through once.
         new = {name: value for name, value in fresh.items() if name not in self._found}
         if new:
-            self._found |= dict(zip(new, _ways(loss, list(new.values())), strict=True))
+            self._found |= dict(zip(new, ways_to(loss, list(new.values())), strict=True))
         return {name: self._found[name] for name in fresh}
 
     def _pull(self, value: Tensor, pull: Tensor, scale: float) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.averaging import copy_gates_to_averages
-from dg_lightning.budget import GateBudget, Measure, Multiplier, gate_budgets
+from dg_lightning.budget import GateBudget, Measure, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
 from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.multiplier import Multiplier
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
 from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration

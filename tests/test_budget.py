@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dg_lightning import GatedMLP, gate_layers
-from dg_lightning.budget import GateBudget, Multiplier
+from dg_lightning.budget import GateBudget
 from dg_lightning.compute import linear_maps
 from dg_lightning.deployed import deployed_gate
 from dg_lightning.landing import FrozenGates, Landing
 from dg_lightning.metrics import ComputeLedger
+from dg_lightning.penalties import mean_rates
 
 
 def random_net(seed: int, kind: str = "static", **gate: Any) -> GatedMLP:
@@ -89,25 +90,17 @@ def test_the_least_that_can_be_used_by_hand() -> None:
     assert budget_of(net, 0.5, "open_rate").least() == pytest.approx(4 / 26)
 
 
-@pytest.mark.parametrize("method", ["pi", "dual"])
-def test_a_multiplier_rises_while_too_much_is_used_and_stays_in_bounds(method: Any) -> None:
-    multiplier = Multiplier(method, initial=0.1, highest=2.0)
-    high, low = torch.tensor(0.9), torch.tensor(0.1)
-    for _ in range(500):
-        before = float(multiplier.value)
-        multiplier.update(high, high, allowed=0.3)
-        assert before <= float(multiplier.value) <= 2.0
-    assert float(multiplier.value) == 2.0
-    for _ in range(500):
-        multiplier.update(low, low, allowed=0.3)
-    assert float(multiplier.value) <= 0.0101
-
-
-def test_a_multiplier_waits_for_gates_that_are_about_to_close() -> None:
-    multiplier = Multiplier("pi", initial=0.1, highest=2.0)
-    for _ in range(10):  # p has fallen below what is allowed, hard gates will follow
-        multiplier.update(torch.tensor(0.9), torch.tensor(0.29), allowed=0.3)
-    assert float(multiplier.value) < 0.1
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("measure", ["macs", "open_rate"])
+def test_what_is_measured_at_once_is_what_is_measured_alone(kind: Any, measure: Any) -> None:
+    net = random_net(2, kind)
+    budget = budget_of(net, 0.5, measure)
+    left = [gate.probability for gate in budget.all_gates]
+    used, rates, expected = budget.measured()
+    assert torch.equal(used, budget.used())
+    assert torch.equal(rates, mean_rates(budget.gates))
+    assert torch.equal(expected, budget.usage(rates))
+    assert all(gate.probability is p for gate, p in zip(budget.all_gates, left, strict=True))
 
 
 def test_a_landing_trusts_several_looks_at_gate_nets() -> None:
