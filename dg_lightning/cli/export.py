@@ -116,10 +116,11 @@ def run_export(args: list[str]) -> None:
         print("It is another function than the trained net: --freeze_gates=false keeps the gates.")
     decides = any(step["kind"] == "gated" for step in made.steps)
     if slower and decides:
-        way_out = "would, with validation data" if seen is None else "makes them static"
+        need = "" if seen is not None else ", which needs validation data of the run (--data_root)"
         print(
             f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
-            f"on the input cost more here than they save; --freeze_gates=true {way_out}."
+            f"on the input cost more here than they save; --freeze_gates=true makes them static"
+            f"{need}."
         )
     if data is not None:
         before, after = accuracies([net, exported.run], batches(data, "test"))

@@ -119,7 +119,7 @@ def test_without_a_validation_part_gates_stay(
     output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
     main(["export", "--ckpt_path", str(path), *output])
     said = capsys.readouterr().out
-    assert "--freeze_gates=true would, with validation data." in said
+    assert "--freeze_gates=true makes them static, which needs validation data" in said
     assert "Accuracy on the test part" in said
     with pytest.raises(SystemExit):
         main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
