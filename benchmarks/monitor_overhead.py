@@ -3,7 +3,7 @@
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda
 
-First a training step, in blocks of one training, as in callback_overhead.py. Then whole epochs of
+First a training step, as in callback_overhead.py. Then whole epochs of
 the size of MNIST, validation included, ten with and ten without in turns: with a CSV logger
 (scalars and files), and with TensorBoard (pictures too, every ten epochs).
 """
@@ -19,7 +19,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from callback_overhead import BLOCK, Repeated, Switch, ratios
+from alternating import Repeated
+from callback_overhead import BLOCK, Switch, stretch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
@@ -97,7 +98,7 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
         torch.randn(256, 3072, device=device),
         torch.randint(10, (256,), device=device),
     )
-    switch = Switch({"none": [], "monitor": [monitor]}, rounds)
+    switch = Switch({"none": [], "monitor": [monitor]}, rounds, stretch(device))
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [monitor, ModelCheckpoint(folder), switch]
         logger = CSVLogger(folder, flush_logs_every_n_steps=BLOCK)  # once a block
@@ -106,7 +107,7 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
         trainer.fit(
             model_of(gate, 3072, [1024, 512]), Repeated(batch), Batches(BATCH, 3072, device)
         )
-    return ratios(switch.blocks, "none")["monitor"]
+    return switch.times.ratios()["monitor"]
 
 
 def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:

@@ -4,10 +4,10 @@
     python benchmarks/rewiring.py --device cuda
 
 The step: one training of 3072-1024-512-10 with Lightning's Trainer, in which RigL with its default
-interval comes and goes in blocks of steps. Every block with it holds one update, and is compared
-with the two beside it, which are dense, so that slow spells of the machine hit both; the ratio is
-the median. The update: a layer of 10,000 x 10,000 weights under Adam. Its memory: what stays on the
-device of the weights; the history of at most 65,536 positions a layer (8 KiB) lies on the host.
+interval comes and goes, see alternating.py: for whole intervals on a CPU, on a GPU for ten steps at
+a time, so that every second interval ends with an update. The update: a layer of 10,000 x
+10,000 weights under Adam. Its memory: what stays on the device of the weights; the history of at
+most 65,536 positions a layer (8 KiB) lies on the host.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from callback_overhead import Repeated, ratios
+from alternating import Repeated, StepTimes, turns
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.table import Table
@@ -32,50 +32,39 @@ from dg_lightning.rewiring import Connections, initial_mask, rewired
 from dg_lightning.rewiring.connections import generator_for
 from dg_lightning.rewiring.structures import Structure
 
-BLOCK = 100  # steps: the default interval
+INTERVAL = 100  # steps from one update to the next: the default
 TOTAL = 100_000
 
 
 class Switch(pl.Callback):
-    """Lets RigL act in every second block of steps, and times the blocks."""
+    """Lets RigL come and go, and times the steps; it begins after the first update."""
 
-    def __init__(self, rigl: RigL, rounds: int) -> None:
-        self.rigl = rigl
-        self.left = 2 * (rounds + 1)
-        self.blocks: list[tuple[str, float]] = []
-        self.started = 0.0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin with RigL."""
-        self.now = "RigL"
-        self.started = time.perf_counter()
+    def __init__(self, rigl: RigL, rounds: int, stretch: int) -> None:
+        self.rigl, self.stretch = rigl, stretch
+        self.turns = turns(["RigL"], "dense", INTERVAL, stretch, rounds)
+        self.times = StepTimes("dense", INTERVAL, stretch)
+        self.now: str | None = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Take the time of a block that ends, and begin the next one."""
-        # An update is made after a step whose number the interval divides: the block's last.
-        if trainer.global_step % BLOCK:
+        """Take the time of a step, and let RigL act in the next one or not."""
+        if self.now is not None:
+            self.times.end(self.now)
+        elif trainer.global_step % INTERVAL:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.blocks.append((self.now, (time.perf_counter() - self.started) / BLOCK))
-        self.left -= 1
-        trainer.should_stop = self.left == 0
-        (optimizer,) = trainer.optimizers
-        others = [c for c in trainer.callbacks if c is not self.rigl]  # type: ignore[attr-defined]
-        if self.now == "RigL":
-            self.now = "dense"
-            trainer.callbacks = others  # type: ignore[attr-defined]
-        else:
-            self.now = "RigL"
-            trainer.callbacks = [self.rigl, *others]  # type: ignore[attr-defined]
-            for c in self.rigl.connections.values():
-                c.clean(optimizer)
-                c.changed_at = trainer.global_step  # else a missed update would be made up for
-        self.started = time.perf_counter()
+        before, self.now = self.now, next(self.turns, None)
+        trainer.should_stop = self.now is None
+        trainer.callbacks = [self.rigl, self] if self.now == "RigL" else [self]  # type: ignore[attr-defined]
+        for c in self.rigl.connections.values():
+            # What has grown meanwhile changes nothing of the time on a GPU; on a CPU zeros may.
+            if self.stretch == INTERVAL and self.now == "RigL" and before == "dense":
+                c.clean(trainer.optimizers[0])
+            if trainer.global_step % INTERVAL == 0:  # an update that was missed is not made up for
+                c.changed_at = trainer.global_step
+        self.times.begin()
 
 
 def step(arguments: argparse.Namespace) -> tuple[float, float]:
-    """Return the median seconds of a dense step, and the ratio of one with RigL to it."""
+    """Return the seconds of a dense step, and the ratio of one with RigL to it."""
     torch.manual_seed(0)
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [1024, 512]}}
     # Fused: the plain Adam of torch takes the square root of zeros, for which Intel's library needs
@@ -87,7 +76,7 @@ def step(arguments: argparse.Namespace) -> tuple[float, float]:
         torch.randint(10, (arguments.batch,), device=arguments.device),
     )
     rigl = RigL(0.9)
-    switch = Switch(rigl, arguments.rounds)
+    switch = Switch(rigl, arguments.rounds, 10 if arguments.device == "cuda" else INTERVAL)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             accelerator=arguments.device,
@@ -100,8 +89,7 @@ def step(arguments: argparse.Namespace) -> tuple[float, float]:
             enable_model_summary=False,
         )
         trainer.fit(model, Repeated(batch))
-    dense = statistics.median(seconds for name, seconds in switch.blocks[1:] if name == "dense")
-    return dense, ratios(switch.blocks, "dense")["RigL"]
+    return switch.times.seconds(), switch.times.ratios()["RigL"]
 
 
 def update(device: str, side: int) -> tuple[float, float]:
