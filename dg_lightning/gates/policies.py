@@ -4,13 +4,12 @@ Pure functions of tensors. `z` is the logit already divided by the temperature.
 """
 
 import math
-import warnings
-from collections.abc import Callable
-from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from dg_lightning.own_kernels import kernel_on
 
 __all__ = [
     "Policy",
@@ -116,7 +115,9 @@ def raised(is_open: Tensor, p: Tensor, floor: int) -> Tensor:
 
 def _with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
     """Return the hard gate by a kernel, where there is one for it."""
-    kernel = _floor_kernel(p.device) if p.is_cuda and is_plain(p) else None
+    if not p.is_cuda or not is_plain(p):
+        return None
+    kernel = kernel_on(p.device, "gates.floor_kernel", "with_floor", _try_floor)
     found: Tensor | None = None if kernel is None else kernel(p, threshold, floor)
     return found
 
@@ -129,27 +130,8 @@ def is_plain(p: Tensor) -> bool:
     return not wrapped and p.numel() > 0
 
 
-@cache
-def _floor_kernel(
-    device: torch.device,
-) -> Callable[[Tensor, Tensor, int], Tensor | None] | None:
-    if torch.version.hip is not None:
-        return None
-    try:
-        from dg_lightning.gates.floor_kernel import with_floor
-    except ImportError:  # Triton comes with torch for CUDA, not for every machine
-        return None
-    trial = torch.zeros(2, device=device)
-    try:
-        with_floor(trial, trial[0], 1)
-    except Exception as error:  # there is no compiler, its folder cannot be written, ...
-        warnings.warn(
-            f"Triton cannot run a kernel on {device} ({type(error).__name__}: {error}): gates with "
-            "a floor are decided by torch, a little slower.",
-            stacklevel=2,
-        )
-        return None
-    return with_floor
+def _try_floor(with_floor: Any, device: torch.device) -> None:
+    with_floor(torch.zeros(2, device=device), torch.zeros((), device=device), 1)
 
 
 def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:

@@ -1,11 +1,9 @@
 import math
-import sys
-import types
 
 import pytest
 import torch
 
-from dg_lightning.gates import DynamicGate, StaticGate, policies, straight_through, top_k_mask
+from dg_lightning.gates import DynamicGate, StaticGate, straight_through, top_k_mask
 from dg_lightning.gates.policies import is_plain, logit_for, open_probability, raised, sampled
 
 
@@ -123,17 +121,3 @@ def test_kernels_are_given_tensors_in_memory_only() -> None:
     torch.jit.trace(note, p, check_trace=False)
     note(torch.empty(0, 4))
     assert found == [True, False, False, False, False]
-
-
-def test_a_kernel_that_cannot_be_compiled_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_floor(*_: object) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    kernel = types.SimpleNamespace(with_floor=with_floor)
-    monkeypatch.setitem(sys.modules, "dg_lightning.gates.floor_kernel", kernel)
-    device = torch.device("cpu")
-    policies._floor_kernel.cache_clear()
-    with pytest.warns(UserWarning, match=r"Failed to find C compiler\): gates with a floor"):
-        assert policies._floor_kernel(device) is None
-    assert policies._floor_kernel(device) is None  # and it is said once
-    policies._floor_kernel.cache_clear()
