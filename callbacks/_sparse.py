@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
-from dg_lightning.log_steps import log_of_step, logs_now
-from dg_lightning.recorded import Recorded
-from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, mask_gradients
+from dg_lightning.log_steps import log_figures, logs_now, steps_done
+from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, GradientMask
 from dg_lightning.schedules import Clock
 from dg_lightning.step_hooks import use_hooks
 
@@ -22,6 +21,8 @@ from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
 
 __all__ = ["Sparse", "all_finite"]
+
+_LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
@@ -33,7 +34,7 @@ def all_finite(values: Iterable[Tensor]) -> bool:
     # all tensors are one operation on a GPU, and on a CPU slower than sums.
     on_gpu = all(value.is_cuda for value in values)
     sums = torch._foreach_norm(values) if on_gpu else [value.sum() for value in values]
-    if math.isfinite(float(torch.stack(sums).sum())):
+    if all(map(math.isfinite, torch.stack(sums).tolist())):
         return True
     return all(bool(value.isfinite().all()) for value in values)
 
@@ -52,18 +53,19 @@ class Sparse(MaskedLayers):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._handles: list[Any] = []
-        # By optimizer: how many parameters it has, and which of them are ours.
-        self._mine: dict[Optimizer, tuple[int, list[Connections]]] = {}
+        self._changing: Any = None  # the hook after a step that changes connections
+        # By optimizer: how many parameters it has, and what masks the gradients of ours.
+        self._mine: dict[Optimizer, tuple[int, GradientMask]] = {}
         self._due: list[Connections] = []
-        self._masking = Recorded()
         self._step = 0
+        self._look_at = 0  # the next step that may be followed by a change
         self._logged_at = -1
 
     def changes_after(self, step: int, last: int) -> bool:
         """Tell whether a layer changes after this optimizer step, counted from 1.
 
         `last` is the one after which it changed before. A layer is stepped by its own optimizer,
-        and with several of those it sees some of the steps only.
+        and with several of those it sees some of the steps only. It is asked ahead of time.
         """
         return False
 
@@ -104,32 +106,54 @@ class Sparse(MaskedLayers):
             self.start_anew()
         self._logged_at = -1
         self._log_figures(True)
-        self._mine = {}
+        self._mine, self._look_at = {}, 0
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        mine = self._layers_of(trainer, pl_module, optimizer)
-        self._step = trainer.global_step + 1
-        self._due = [c for c in mine if self.changes_after(self._step, c.changed_at)]
+        mask_gradients = self._mask_of(optimizer)
+        step = steps_done(trainer, pl_module) + 1
+        if step >= self._look_at or self.sees_all_gradients:
+            self._look(trainer, pl_module, optimizer, step, mask_gradients.connections)
+        mask_gradients()
+
+    def _look(
+        self, trainer: Any, pl_module: Any, optimizer: Optimizer, step: int, mine: list[Connections]
+    ) -> None:
+        """See what changes after a step, and when to look again."""
+        if self._changing is not None:  # that was for the step before, whether it was made or not
+            self._changing.remove()
+            self._changing = None
+        self._step = step
+        self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
+        self._look_at = self._next_change() if not self._due else step + 1
         if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
             self._leave_out()
         if self._due or self.sees_all_gradients:
             self.see_gradients(trainer, optimizer, mine, self._due)
-        mask_gradients(mine, self._masking)
+        if self._due:
+            self._change_after_step(trainer, pl_module, optimizer)
 
-    def _layers_of(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> list[Connections]:
-        """Return the layers that an optimizer steps, which may become more while it trains."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+    def _next_change(self) -> int:
+        """Return the next step after which a layer may change, or one of those that are not."""
+        lasts = {c.changed_at for c in self.connections.values()}
+        ahead = range(self._step + 1, self._step + _LOOK_AHEAD)
+        found = (s for s in ahead if any(self.changes_after(s, last) for last in lasts))
+        return next(found, self._step + _LOOK_AHEAD)
+
+    def _mask_of(self, optimizer: Optimizer) -> GradientMask:
+        """Return the mask of the layers that an optimizer steps; they may become more later on."""
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         known = self._mine.get(optimizer)
-        if known is None:
-            hook = optimizer.register_step_post_hook(self._after_step(trainer, pl_module))
-            self._handles.append(hook)
+        if known is None and type(optimizer) not in WEIGHT_BY_WEIGHT:
+            self._handles.append(optimizer.register_step_post_hook(self._clean))
         if known is None or known[0] != count:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             mine = [c for c in self.connections.values() if id(c.weight) in held]
-            self._mine[optimizer] = known = (count, mine)
+            self._mine[optimizer] = known = (count, GradientMask(mine))
         return known[1]
 
     def _leave_out(self) -> None:
@@ -143,17 +167,19 @@ class Sparse(MaskedLayers):
                 c.changed_at = self._step
         self._due = []
 
-    def _after_step(self, trainer: Any, pl_module: nn.Module) -> Any:
-        """Return the hook that runs right after an optimizer's step, if the step is made at all."""
+    def _clean(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Clean up after a step of an optimizer that may not have left missing connections at 0."""
+        for c in self._mine[optimizer][1].connections:
+            c.clean(optimizer)
+
+    def _change_after_step(self, trainer: Any, pl_module: nn.Module, optimizer: Optimizer) -> None:
+        """Let connections change right after the optimizer's step, if the step is made at all."""
 
         def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if type(optimizer) not in WEIGHT_BY_WEIGHT:
-                for c in self._mine[optimizer][1]:
-                    c.clean(optimizer)
-            if self._due:
+            if self._due:  # torch calls it twice where a step calls the one of its base class
                 self._change(trainer, pl_module, optimizer)
 
-        return hook
+        self._changing = optimizer.register_step_post_hook(hook)
 
     def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         due, self._due = self._due, []
@@ -161,6 +187,8 @@ class Sparse(MaskedLayers):
         for c, mask in masks.items():
             c.change(mask, optimizer)
             c.changed_at = self._step
+        for _, mask_gradients in self._mine.values():
+            mask_gradients.look_again()
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
         self._log_figures(True)
@@ -187,9 +215,15 @@ class Sparse(MaskedLayers):
         changed_at = max(c.changed_at for c in self.connections.values())
         if batch_idx == 0 or (self._logged_at != changed_at and logs_now(trainer)):
             self._logged_at = changed_at
-            for name, c in self.connections.items():
-                for key, value in c.figures().items():
-                    log_of_step(pl_module, f"rewire/{key}/{name}", value)
+            figures = {name: c.figures() for name, c in self.connections.items()}
+            log_figures(
+                trainer,
+                {
+                    f"rewire/{k}/{name}": v
+                    for name, all_of in figures.items()
+                    for k, v in all_of.items()
+                },
+            )
             self._log_figures(False)
 
     @override
@@ -203,9 +237,10 @@ class Sparse(MaskedLayers):
         self._let_go()
 
     def _let_go(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._mine, self._due, self._masking = [], {}, [], Recorded()
+        for handle in (*self._handles, self._changing):
+            if handle is not None:
+                handle.remove()
+        self._handles, self._changing, self._mine, self._due = [], None, {}, []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": [], "_mine": {}}
+        return {**self.__dict__, "_handles": [], "_changing": None, "_mine": {}}

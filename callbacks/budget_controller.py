@@ -13,7 +13,7 @@ from typing_extensions import override
 from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
-from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.multiplier import Multiplier
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
@@ -204,7 +204,7 @@ class BudgetController(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
-        if not self.pressure.later and self._presses(trainer):
+        if not self.pressure.later and self._presses(trainer, pl_module):
             rates = self.pressure.act(
                 trainer, pl_module, loss, self._gradient_of, self._reads(loss.device)
             )
@@ -213,7 +213,7 @@ class BudgetController(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.pressure.later and self._presses(trainer):
+        if self.pressure.later and self._presses(trainer, pl_module):
             rates = self.pressure.act_later(
                 trainer,
                 self._gradient_of,
@@ -223,9 +223,10 @@ class BudgetController(pl.Callback):
             if rates is not None:
                 self._log(pl_module, rates)
 
-    def _presses(self, trainer: Any) -> bool:
+    def _presses(self, trainer: Any, pl_module: Any) -> bool:
         """Tell whether gates are pressed on now, and leave word of it."""
-        begun = trainer.global_step >= self._begin
+        forget_logged(trainer)
+        begun = steps_done(trainer, pl_module) >= self._begin
         for slots in self.pressure.slots(trainer):
             slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
         return begun and self._frozen is None
@@ -268,7 +269,7 @@ class BudgetController(pl.Callback):
             self.pressure.let_go()
         if self._frozen is not None:
             self._frozen.hold()
-        step = trainer.global_step
+        step = steps_done(trainer, pl_module)
         # Gates are frozen first and land one step later: p is of before the optimizer's step.
         lands = not self.landed and step >= self._landing
         due = step // self._interval > self._measured_at // self._interval

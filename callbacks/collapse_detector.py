@@ -11,7 +11,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
 from dg_lightning.deployed import floor_of, read_off
 from dg_lightning.gate_statistics import GateFigures, GateStatistics, open_shares, unit_rates
-from dg_lightning.log_steps import log_of_step
+from dg_lightning.log_steps import log_of_step, steps_done
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.recorded import Recorded
 from dg_lightning.rescue import Rescue
@@ -122,7 +122,7 @@ class CollapseDetector(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step = trainer.global_step
+        step = steps_done(trainer, pl_module)
         # Flips are counted from one step to the next, so two steps are looked at.
         second = self._statistics.previous is not None
         due = (step + 1) // self._interval > (self._checked_at + 1) // self._interval

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.compute import linear_maps
-from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.penalties import (
     MacsPrices,
     Usage,
@@ -174,10 +174,11 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
+        forget_logged(trainer)
         self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
         if self.pressure.later:
             return
-        weight, terms = self._weight(trainer), self._terms(trainer, loss.device)
+        weight, terms = self._weight(trainer, pl_module), self._terms(trainer, loss.device)
         rates = self.pressure.act(
             trainer,
             pl_module,
@@ -194,7 +195,8 @@ class GatePenalty(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.pressure.later:
             return
-        weight, terms = self._weight(trainer), self._terms(trainer, pl_module.device)
+        forget_logged(trainer)
+        weight, terms = self._weight(trainer, pl_module), self._terms(trainer, pl_module.device)
         rates = self.pressure.act_later(
             trainer,
             lambda rates: usage_gradient(self.usage, rates, **terms),
@@ -205,9 +207,9 @@ class GatePenalty(pl.Callback):
         if rates is not None:
             self._log(trainer, pl_module, weight, usage_term(self.usage, rates, **terms))
 
-    def _weight(self, trainer: Any) -> float:
+    def _weight(self, trainer: Any, pl_module: Any) -> float:
         """Return λ, and leave word if it presses."""
-        weight = self._weight_at(trainer.global_step)
+        weight = self._weight_at(steps_done(trainer, pl_module))
         if self.usage != "hinge_below":  # which closes nothing
             for slots in self.pressure.slots(trainer):
                 if not slots.pressing:

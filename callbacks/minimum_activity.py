@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
 from dg_lightning.gate_statistics import GateStatistics, unit_rates
+from dg_lightning.log_steps import steps_done
 from dg_lightning.protocol import GateLike, by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.slots import slots_of
@@ -116,7 +117,7 @@ class MinimumActivity(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step = trainer.global_step
+        step = steps_done(trainer, pl_module)
         if self.revive_after is None or step == self._seen_at or step > self._until:
             return
         if step // self._interval == self._seen_at // self._interval:

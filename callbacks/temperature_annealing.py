@@ -6,11 +6,11 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
-from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers, start_open_at
 from dg_lightning.schedules import Clock, Duration, Schedule, Shape
-from dg_lightning.slots import Ahead, set_temperatures, slots_of
+from dg_lightning.slots import set_temperature, slots_of
 from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import refuse_two_writers
@@ -67,9 +67,10 @@ class TemperatureAnnealing(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._value_at = self.schedule.resolve(Clock.of(trainer))
+        clock = Clock.of(trainer)
+        self._value_at = self.schedule.resolve(clock)
+        self._stair, self._next_stair = clock.stair, 0
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
-        self._ahead = Ahead(self._value_at)
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
         if trainer.global_step == 0:
@@ -85,11 +86,15 @@ class TemperatureAnnealing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        value = self._value_at(step)
-        if any(slots.temperature != value for _, slots in self._slots):
-            set_temperatures(self._slots, value, self._ahead, step)
+        forget_logged(trainer)
+        step = steps_done(trainer, pl_module)
+        if step >= self._next_stair:
+            stair = step - step % self._stair
+            self._next_stair, self._value = stair + self._stair, self._value_at(stair)
+            for gate, slots in self._slots:
+                if slots.temperature != self._value:
+                    set_temperature(gate, slots, self._value)
         if logs_now(trainer):
             suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
             for suffix in suffixes:
-                log_of_step(pl_module, f"gates/temperature{suffix}", value)
+                log_of_step(pl_module, f"gates/temperature{suffix}", self._value)

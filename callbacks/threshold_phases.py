@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
-from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
@@ -81,7 +81,9 @@ class ThresholdPhases(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._keep_at, self._threshold_at, self._factor_at = self._resolve(Clock.of(trainer))
+        clock = Clock.of(trainer)
+        self._keep_at, self._threshold_at, self._factor_at = self._resolve(clock)
+        self._stair, self._next_stair = clock.stair, 0
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
@@ -120,18 +122,18 @@ class ThresholdPhases(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        keep, threshold, factor = (
-            self._keep_at(step),
-            self._threshold_at(step),
-            self._factor_at(step),
-        )
-        for gate, slots in self._slots:
-            slots.keep, slots.phase_factor = keep, factor
-            if slots.threshold != threshold:
-                set_threshold(gate, slots, threshold)
+        forget_logged(trainer)
+        step = steps_done(trainer, pl_module)
+        if step >= self._next_stair:
+            stair = step - step % self._stair
+            self._next_stair = stair + self._stair
+            self._keep, self._threshold = self._keep_at(stair), self._threshold_at(stair)
+            for gate, slots in self._slots:
+                slots.keep, slots.phase_factor = self._keep, self._factor_at(stair)
+                if slots.threshold != self._threshold:
+                    set_threshold(gate, slots, self._threshold)
         if logs_now(trainer):
             suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
             for suffix in suffixes:
-                log_of_step(pl_module, f"gates/threshold{suffix}", threshold)
-                log_of_step(pl_module, f"gates/keep_target{suffix}", keep)
+                log_of_step(pl_module, f"gates/threshold{suffix}", self._threshold)
+                log_of_step(pl_module, f"gates/keep_target{suffix}", self._keep)

@@ -11,7 +11,9 @@ __all__ = ["Recorded"]
 
 _MOST_KEPT = 4
 _MOST_COUNTED = 64
-_LARGEST = 2**24  # bytes that are copied: for more than these, launches do not matter
+_LARGEST = 2**24  # bytes of arguments: for more than these, launches matter less than memory
+
+_address, _size = Tensor.data_ptr, Tensor.numel  # called in every step, by C alone
 
 Result = TypeVar("Result")
 
@@ -21,11 +23,10 @@ class Recorded:
 
     There every small operation costs its launch, and a step of a small net has time for few. A
     replay reads and writes memory, not tensors: it stands for the function as long as the tensors
-    that this reads lie where they lay when it was recorded. What is fresh in every step is copied
-    to where it is read from, in one launch more, if it is not large. What is fresh and changed by
-    the function is left where it is: mostly it lies where it lay in the step before. Where it does
-    not, recordings, which take milliseconds, become rare: each needs to have been asked for twice
-    as often as the one before.
+    that this reads lie where they lay when it was recorded. What is fresh in every step mostly lies
+    where it lay in the step before. Where it does not, an argument that is not large is copied to
+    where it is read from, in one launch more; and recordings, which take milliseconds, become rare:
+    each needs to have been asked for twice as often as the one before.
 
     The function must not wait for the device. What it returns is written over by a later replay.
 
@@ -54,27 +55,51 @@ class Recorded:
             fresh: Its arguments, which it only reads.
             depends_on: Whatever else it depends on.
         """
-        if not (fresh or in_place)[0].is_cuda:
+        # Of a tensor that lies where another one lay, a look at its size is all there is time for.
+        read = (*in_place, *fresh)
+        key = (depends_on, *map(_address, read), *map(_size, read))
+        kept = self._kept.get(key)
+        if kept is not None:
+            kept.replay()
+        elif not _can_be_recorded(read, fresh):
             with torch.no_grad():
                 return function(*fresh)
-        # Of a tensor that lies where another one lay, a look at its size is all there is time for.
-        key = (
-            depends_on,
-            *[t.data_ptr() for t in in_place],
-            *[t.nbytes for t in in_place],
-            *[t.shape for t in fresh],
-            *[t.dtype for t in fresh],
-        )
-        kept = self._kept.get(key)
-        if kept is None:
-            if not _can_be_recorded(in_place, fresh) or not self._is_due(key):
+        elif self._is_due(key):
+            kept = self._keep(key, _Recording(function, fresh, read[0].device, copied=False))
+            kept.replay()
+        else:
+            kept = self._by_copies(function, in_place, fresh, depends_on)
+            if kept is None:
                 with torch.no_grad():
                     return function(*fresh)
-            if len(self._kept) == _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
-            kept = self._kept[key] = _Recording(function, fresh, in_place)
-        result: Result = kept(fresh)
+        result: Result = kept.result
         return result
+
+    def _by_copies(
+        self,
+        function: Callable[..., Any],
+        in_place: Sequence[Tensor],
+        fresh: Sequence[Tensor],
+        depends_on: Hashable,
+    ) -> "_Recording | None":
+        """Replay what was recorded with copies of the fresh tensors, or is worth to be now."""
+        if not fresh:
+            return None
+        kinds = [(tensor.shape, tensor.dtype) for tensor in fresh]
+        key = (depends_on, "copied", *map(_address, in_place), *map(_size, in_place), *kinds)
+        kept = self._kept.get(key)
+        if kept is None and self._is_due(key):
+            kept = self._keep(key, _Recording(function, fresh, fresh[0].device, copied=True))
+        if kept is not None:
+            kept.take(fresh)
+            kept.replay()
+        return kept
+
+    def _keep(self, key: Hashable, recording: "_Recording") -> "_Recording":
+        if len(self._kept) == _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = recording
+        return recording
 
     def _is_due(self, key: Hashable) -> bool:
         """Count how often something was asked for; tell whether to record it."""
@@ -91,10 +116,12 @@ class Recorded:
         return {"_kept": {}, "_asked": {}, "_made": 0}
 
 
-def _can_be_recorded(in_place: Sequence[Tensor], fresh: Sequence[Tensor]) -> bool:
-    devices = {tensor.device for tensor in (*in_place, *fresh)}
+def _can_be_recorded(read: Sequence[Tensor], fresh: Sequence[Tensor]) -> bool:
+    devices = {tensor.device for tensor in read}
+    if len(devices) > 1 or devices.pop().type != "cuda":
+        return False
     large = sum(tensor.nbytes for tensor in fresh) > _LARGEST
-    return len(devices) == 1 and not large and not torch.cuda.is_current_stream_capturing()
+    return not large and not torch.cuda.is_current_stream_capturing()
 
 
 class _Recording:
@@ -102,11 +129,15 @@ class _Recording:
 
     @torch.no_grad()
     def __init__(
-        self, function: Callable[..., Any], fresh: Sequence[Tensor], in_place: Sequence[Tensor]
+        self,
+        function: Callable[..., Any],
+        fresh: Sequence[Tensor],
+        device: torch.device,
+        *,
+        copied: bool,
     ) -> None:
-        device = (fresh or in_place)[0].device
         self._graph = torch.cuda.CUDAGraph()
-        self._arguments = [torch.empty_like(tensor) for tensor in fresh]
+        self._arguments = [torch.empty_like(t) for t in fresh] if copied else list(fresh)
         here, aside = torch.cuda.current_stream(device), _aside(device)
         aside.wait_stream(here)
         # Not by torch.cuda.graph: it empties the allocator's cache, and all would lie elsewhere.
@@ -114,17 +145,18 @@ class _Recording:
         with torch.cuda.device(device), torch.cuda.stream(aside):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._result = function(*self._arguments)
+                self.result = function(*self._arguments)
             finally:
                 self._graph.capture_end()
         here.wait_stream(aside)
+        self.replay = self._graph.replay
+        if not copied:  # another one lies there at every replay
+            self._arguments = []
 
-    def __call__(self, fresh: Sequence[Tensor]) -> Any:
-        if self._arguments:
-            with torch.no_grad():
-                torch._foreach_copy_(self._arguments, list(fresh))
-        self._graph.replay()
-        return self._result
+    def take(self, fresh: Sequence[Tensor]) -> None:
+        """Copy arguments to where they are read from."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._arguments, list(fresh))
 
 
 @cache  # one for all: libraries keep memory for every stream that they have been used on

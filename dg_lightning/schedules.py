@@ -64,6 +64,14 @@ class Clock:
             return cls(int(total))
         return cls(int(total), math.ceil(batches / trainer.accumulate_grad_batches))
 
+    @property
+    def stair(self) -> int:
+        """For how many steps a setting of gates stays as it is: to write it costs a launch.
+
+        A schedule is followed in a thousand stairs or more, in shorter trainings step by step.
+        """
+        return max(1, self.total_steps // 1000)
+
     def steps(self, duration: Duration) -> int:
         """Return a duration in optimizer steps."""
         check_duration("duration", duration)

@@ -8,7 +8,13 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
-from dg_lightning.log_steps import log_of_step, logs_now
+from dg_lightning.log_steps import (
+    forget_logged,
+    log_figures,
+    log_of_step,
+    logs_now,
+    steps_done,
+)
 
 
 def trainer_of(tmp_path: Path, **options: Any) -> pl.Trainer:
@@ -106,3 +112,87 @@ def test_a_module_with_its_own_way_to_log_is_asked(tmp_path: Path) -> None:
     model = Counts()
     trainer_of(tmp_path, max_epochs=1, callbacks=[LogsTenth()]).fit(model)
     assert model.seen == 7
+
+
+class Counts(pl.Callback):
+    """Compares our count of steps with Lightning's, at every hook of a step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def _compare(self, trainer: Any, pl_module: Any) -> None:
+        assert steps_done(trainer, pl_module) == trainer.global_step
+        self.seen.append(trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._compare(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._compare(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._compare(trainer, pl_module)
+
+
+@pytest.mark.parametrize("model", [BoringModel, Manual])
+def test_steps_are_counted_as_lightning_counts_them(model: Any, tmp_path: Path) -> None:
+    parts = 2 if model is BoringModel else 1
+    counts = Counts()
+    options: Any = {"max_epochs": 2, "accumulate_grad_batches": parts, "callbacks": [counts]}
+    trainer_of(tmp_path, **options).fit(model())
+    assert max(counts.seen) == {1: 14, 2: 8}[parts]
+
+
+class LogsFigures(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step in (2, 5):
+            log_figures(trainer, {"a": 1 / trainer.global_step, "b": 2.0})
+
+
+def test_figures_reach_loggers_and_those_who_monitor(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, max_epochs=1, callbacks=[LogsFigures()])
+    trainer.fit(BoringModel())
+    rows = list(csv.DictReader((Path(trainer.log_dir or "") / "metrics.csv").open()))
+    seen = [(row["step"], float(row["a"]), float(row["b"])) for row in rows if row.get("a")]
+    assert seen == [("1", 0.5, 2.0), ("4", pytest.approx(0.2), 2.0)]
+    assert trainer.callback_metrics["a"] == torch.tensor(0.2)
+    without = pl.Trainer(
+        max_steps=2,
+        logger=False,
+        callbacks=[LogsFigures()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    without.fit(BoringModel())
+    assert without.callback_metrics["b"] == 2
+
+
+class LogsAndForgets(pl.Callback):
+    """Counts the keys that Lightning goes over when a batch ends."""
+
+    def __init__(self, forgets: bool) -> None:
+        self.forgets = forgets
+        self.kept: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.forgets:
+            forget_logged(trainer)
+        if logs_now(trainer):
+            log_of_step(pl_module, "gates/ours", 1.0)
+            pl_module.log("theirs", 1.0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.kept.append(len(trainer._results.metrics(on_step=True)["log"]))
+
+
+def test_what_loggers_have_seen_of_ours_is_not_gone_over_again(tmp_path: Path) -> None:
+    rows = []
+    for forgets in (True, False):
+        callback = LogsAndForgets(forgets)
+        options: Any = {"max_epochs": 1, "log_every_n_steps": 3, "callbacks": [callback]}
+        trainer = trainer_of(tmp_path / str(forgets), **options)
+        trainer.fit(BoringModel())
+        assert callback.kept == ([2, 2, 2, 1, 1, 2, 1] if forgets else [2] * 7)
+        rows.append((Path(trainer.log_dir or "") / "metrics.csv").read_text())
+    assert rows[0] == rows[1]

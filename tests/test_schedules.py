@@ -127,3 +127,9 @@ def test_the_clock_of_a_trainer_counts_optimizer_steps() -> None:
     endless.estimated_stepping_batches = math.inf
     with pytest.raises(ValueError, match="needs to know how long the training is"):
         Clock.of(endless)
+
+
+@pytest.mark.parametrize(("total", "stair"), [(1, 1), (999, 1), (1999, 1), (2000, 2), (98_765, 98)])
+def test_a_long_training_has_a_thousand_stairs_or_more(total: int, stair: int) -> None:
+    assert Clock(total).stair == stair
+    assert total // stair >= min(total, 1000)

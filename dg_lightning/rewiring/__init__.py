@@ -4,11 +4,11 @@ from .connections import (
     Connections,
     generator_for,
     initial_mask,
-    mask_gradients,
     sparse_layers,
 )
 from .densities import Distribution, densities
 from .gate_correction import OpenRates
+from .gradient_mask import GradientMask
 from .imports import (
     announce_masks,
     forget_masks,
@@ -25,6 +25,7 @@ __all__ = [
     "WEIGHT_BY_WEIGHT",
     "Connections",
     "Distribution",
+    "GradientMask",
     "OpenRates",
     "Structure",
     "announce_masks",
@@ -36,7 +37,6 @@ __all__ = [
     "largest",
     "largest_in_rows",
     "largest_mask",
-    "mask_gradients",
     "masks_of_pruned",
     "parameter_slots",
     "reset_slots",

@@ -1,7 +1,7 @@
 """The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 from zlib import crc32
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dg_lightning.protocol import matching, plain_name
-from dg_lightning.recorded import Recorded
 
 from .optimizer_slots import reset_slots
 from .selection import counted
@@ -22,7 +21,6 @@ __all__ = [
     "Connections",
     "generator_for",
     "initial_mask",
-    "mask_gradients",
     "packed",
     "sparse_layers",
     "unpacked",
@@ -56,44 +54,53 @@ class Connections:
         (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
         self._churn = 0.0
-        self._counts: list[int] | Tensor | None = None  # of the last change, until they are read
+        self._news: Tensor | None = None  # of the last change, on a GPU, until they are read
+        self._dead_ends: list[int] | None = None  # None until they are counted
+        self._every = _even_step(self.mask.numel(), self.mask[0].numel())
         self._explored = packed(self._sample())
-        self._figures: dict[str, Tensor] | None = None
         layer.connection_mask = self.mask
         self.apply()
 
     @property
     def count(self) -> int:
         """How many connections exist."""
-        self._read_counts()
+        self._read_news()
         return self._count
 
     @property
     def churn(self) -> float:
         """The share of connections that the last change has made."""
-        self._read_counts()
+        self._read_news()
         return self._churn
 
-    def _read_counts(self) -> None:
-        """Take in what the last change has counted, on the device: it is waited for here."""
-        if self._counts is None:
+    def _read_news(self) -> None:
+        """Take in what the last change has counted on a GPU, which is waited for here."""
+        if self._news is None:
             return
-        counts = self._counts.tolist() if isinstance(self._counts, Tensor) else self._counts
-        (count, same), self._counts = counts, None
+        news, self._news = self._news.cpu(), None
+        rows, columns = self.mask.flatten(1).shape
+        counts, ends, sample = news.tensor_split((16, 16 + columns + rows))
+        self._take_in(counts.view(torch.int64).tolist(), sample)
+        self._dead_ends = [len(each) - counted(each)[0] for each in ends.split((columns, rows))]
+
+    def _take_in(self, counts: list[int], sample: Tensor) -> None:
+        count, same = counts
         made = (self.mask.numel() - same + count - self._count) / 2
         self._count, self._churn = count, made / max(1, count)
+        self._explored |= packed(sample)
 
     @property
     def full(self) -> bool:
         """Whether every connection exists."""
-        return self.count == self.mask.numel()
+        if self._news is not None:
+            self._read_news()
+        return self._count == self.mask.numel()
 
     def move(self) -> None:
         """Follow the weight to its device."""
         if self.mask.device != self.weight.device:
             self.mask = self.mask.to(self.weight.device)
             self.layer.connection_mask = self.mask
-        self._figures = None
 
     def apply(self) -> None:
         """Set the weights of missing connections to exactly 0."""
@@ -109,68 +116,59 @@ class Connections:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
         if mask is self.mask:  # nothing has changed
             return
-        self._read_counts()
+        self._read_news()
         same = mask == self.mask
-        if same.is_cuda:
-            self._counts = torch.stack([torch.count_nonzero(m) for m in (mask, same)])
-        else:
-            self._counts = counted(mask, same)
         self.mask.copy_(mask)
+        self._dead_ends = None
+        if same.is_cuda:  # all that is asked of it at once, and later: nothing waits for it here
+            counts = torch.stack((mask.flatten(), same.flatten())).sum(1)
+            sample = self._sample().view(torch.uint8)
+            self._news = torch.cat((counts.view(torch.uint8), *self._live_ends(), sample))
+        else:
+            self._take_in(counted(mask, same), self._sample())
         keep_only([(self.weight, same)])
         if optimizer is not None:
             reset_slots(optimizer, self.weight, but=same)
-        self._explored |= packed(self._sample())
-        self._figures = None
 
-    def figures(self) -> dict[str, Tensor]:
-        """Return what is logged of a layer; it is counted once a change.
+    def figures(self) -> dict[str, float]:
+        """Return what is logged of a layer.
 
         `itop` is the share of positions that have ever had a connection (in-time
         over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
         """
-        if self._figures is None:
-            dead_inputs, dead_outputs = self._dead_ends()
-            values = {
-                "density": self.count / self.mask.numel(),
-                "churn": self.churn,
-                "itop": self._share_explored(),
-                "dead_inputs": dead_inputs,
-                "dead_outputs": dead_outputs,
-            }
-            self._figures = {key: torch.tensor(float(value)) for key, value in values.items()}
-        return self._figures
-
-    def _dead_ends(self) -> list[int]:
-        """Count the inputs and outputs without any connection."""
-        if self.full:
-            return [0, 0]
-        matrix = self.mask.flatten(1).view(torch.uint8)
-        counts = [torch.count_nonzero(matrix.amax(axis)) for axis in (0, 1)]
-        alive: list[int] = torch.stack(counts).tolist()
-        return [matrix.shape[1] - alive[0], matrix.shape[0] - alive[1]]
-
-    def _share_explored(self) -> float:
+        self._read_news()
+        if self._dead_ends is None:
+            self._dead_ends = [len(ends) - counted(ends)[0] for ends in self._live_ends()]
         # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
-        return int.from_bytes(self._explored.numpy().tobytes()).bit_count() / self._sample().numel()
+        explored = int.from_bytes(self._explored.numpy().tobytes()).bit_count()
+        return {
+            "density": self._count / self.mask.numel(),
+            "churn": self._churn,
+            "itop": explored / len(self._sample()),
+            "dead_inputs": float(self._dead_ends[0]),
+            "dead_outputs": float(self._dead_ends[1]),
+        }
+
+    def _live_ends(self) -> tuple[Tensor, Tensor]:
+        """Mark the inputs and the outputs with a connection."""
+        matrix = self.mask.flatten(1).view(torch.uint8)  # of which the largest is soon found
+        return matrix.amax(0), matrix.amax(1)
 
     def checksum(self) -> int:
         """Return a number that is the same where the connections are."""
         return crc32(packed(self.mask).numpy().tobytes())
 
     def _sample(self) -> Tensor:
-        # A step without a common divisor with the rows' length meets all columns alike.
-        step = math.ceil(self.mask.numel() / _SAMPLED)
-        while math.gcd(step, self.mask[0].numel()) > 1 and step > 1:
-            step += 1
-        return self.mask.flatten()[::step]
+        return self.mask.flatten()[:: self._every]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mask, eight connections a byte, and the figures that have a history."""
+        self._read_news()
         return {
             "mask": packed(self.mask),
             "shape": list(self.mask.shape),
             "explored": self._explored.clone(),
-            "churn": self.churn,
+            "churn": self._churn,
             "changed_at": self.changed_at,
         }
 
@@ -179,10 +177,17 @@ class Connections:
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
         (self._count,) = counted(self.mask)
         self._explored.copy_(state["explored"])
-        self._churn, self._counts = state["churn"], None
+        self._churn, self._news, self._dead_ends = state["churn"], None, None
         self.changed_at = state["changed_at"]
-        self._figures = None
         self.apply()
+
+
+def _even_step(positions: int, columns: int) -> int:
+    """Return the step of a sample of positions, row by row, that meets all columns alike."""
+    step = math.ceil(positions / _SAMPLED)
+    while math.gcd(step, columns) > 1 and step > 1:
+        step += 1
+    return step
 
 
 def sparse_layers(
@@ -220,21 +225,6 @@ def sparse_layers(
                 "remove the parametrization, or leave the layer out with `layers`."
             )
     return chosen
-
-
-def mask_gradients(connections: Iterable[Connections], recorded: Recorded | None = None) -> None:
-    """Let no gradient reach missing connections.
-
-    Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
-    all of them at 0. With `recorded`, in one launch where it is done again and again.
-    """
-    partial_layers = [c for c in connections if not c.full and c.weight.grad is not None]
-    gradients: list[Any] = [c.weight.grad for c in partial_layers]
-    if gradients:
-        masks = [c.mask for c in partial_layers]
-        (recorded or Recorded())(
-            lambda: keep_only(zip(gradients, masks, strict=True)), [*gradients, *masks]
-        )
 
 
 def generator_for(seed: int | None, name: str, step: int, device: torch.device) -> torch.Generator:

@@ -10,6 +10,7 @@ __all__ = ["counted", "largest", "largest_in_rows"]
 
 _SAMPLED = 2**14  # scores that tell where to look
 _IN_CACHE = 2**17  # scores
+_SORTED_AT_ONCE = 2**22  # scores: a GPU sorts these in the time of the launches that are saved
 _WORTH_GATHERING = 2**24  # scores: fewer are sooner gone through than gathered
 
 
@@ -18,7 +19,8 @@ def largest(
 ) -> Tensor:
     """Mark the `count` largest scores of a whole tensor; of equal ones the first win.
 
-    No full sort: the smallest one that is in is found, then the scores are compared with it.
+    No full sort of many scores: the smallest one that is in is found, and the others are compared
+    with it.
 
     Args:
         scores: Scores of any shape.
@@ -38,6 +40,11 @@ def largest(
         return torch.zeros_like(scores, dtype=torch.bool)
     if scores.device.type == "cpu":
         return _largest_on_cpu(scores, count, among, count / allowed)
+    if scores.numel() <= _SORTED_AT_ONCE:  # and nothing waits for the device
+        flat = (scores if among is None else torch.where(among, scores, -torch.inf)).flatten()
+        order = flat.sort(descending=True, stable=True).indices
+        mask = torch.zeros_like(flat, dtype=torch.bool).index_fill_(0, order[:count], True)
+        return mask.view(scores.shape)
     gathers = 2 * allowed < scores.numel() and scores.numel() > _WORTH_GATHERING
     if among is not None and gathers:
         last = _kth_largest(scores[among], count)

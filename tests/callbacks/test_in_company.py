@@ -256,3 +256,44 @@ def test_a_shuffled_torch_loader_resumes_at_the_end_of_an_epoch(tmp_path: Path) 
         ends.append(model.state_dict())
     for key, value in ends[0].items():
         assert torch.equal(value, ends[1][key]), key
+
+
+class Settings(pl.Callback):
+    """Notes what the first gate is set to in every step, and stops."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.seen: dict[int, tuple[float, float]] = {}
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        gate = pl_module.a.gate
+        self.seen[trainer.global_step] = gate.temperature.item(), gate.threshold.item()
+        trainer.should_stop = trainer.global_step == self.last
+
+
+def test_a_long_training_follows_its_schedules_in_stairs_also_when_resumed(tmp_path: Path) -> None:
+    def callbacks(last: int) -> list[Any]:
+        other: Any = {"keep": 0.5, "weight_factor": 1.0}
+        first, then = {"begin": 0, "threshold": 0.3}, {"begin": 10, "threshold": 0.6}
+        phases: Any = [{**first, **other}, {**then, **other}]
+        return [
+            TemperatureAnnealing(2.0, 1.0, until=40),
+            ThresholdPhases(phases, join=20),
+            ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1),
+            Settings(last),
+        ]
+
+    whole, resumed = callbacks(50), callbacks(50)
+    long: Any = {"max_epochs": 500, "enable_checkpointing": True}  # of 8 steps: stairs of 4
+    fit(Net(), whole, tmp_path, **long)
+    fit(Net(), resumed, tmp_path, tmp_path / "step=10.ckpt", **long)
+    assert min(resumed[-1].seen) == 10
+    for step, (temperature, threshold) in whole[-1].seen.items():
+        stair = min(step - step % 4, 40)
+        assert temperature == pytest.approx(2.0 - stair / 40)
+        if step >= 10:
+            assert resumed[-1].seen[step] == (temperature, threshold)
+    thresholds = [threshold for _, threshold in whole[-1].seen.values()]
+    assert thresholds[0] == pytest.approx(0.3)
+    assert thresholds[-1] == pytest.approx(0.6)
+    assert len(set(thresholds[12:32])) == 5

@@ -28,6 +28,12 @@ def test_connections_move_on_schedule_and_their_number_stays(
     assert sum(min(count) for count in counts.values()) == round(0.3 * (12 * 16 + 16 * 4))
 
 
+def test_an_update_that_is_far_ahead_is_not_missed(tmp_path: Path) -> None:
+    rigl = RigL(0.7, every_n_steps=70, until=1.0, drop_shape="constant")
+    fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, max_epochs=13)  # of 12 steps
+    assert watch.changes() == [70, 140]
+
+
 def test_an_update_is_the_one_of_algorithm_2(tmp_path: Path) -> None:
     """Against a loop of our own, with plain torch and sorting."""
     rigl = RigL(0.6, every_n_steps=3, until=1.0, drop_fraction=0.4, drop_shape="constant", seed=5)

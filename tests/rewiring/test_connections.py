@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from dg_lightning.rewiring import (
     WEIGHT_BY_WEIGHT,
     Connections,
+    GradientMask,
     Structure,
     initial_mask,
-    mask_gradients,
     parameter_slots,
     reset_slots,
     rewired,
@@ -74,7 +74,7 @@ def test_missing_connections_stay_at_zero_and_new_ones_start_there(
     for step in range(4):
         dense_gradient(layer, seed + step)
         gradient = layer.weight.grad.clone()
-        mask_gradients([c])
+        GradientMask([c])()
         optimizer.step()
         assert type(optimizer) in WEIGHT_BY_WEIGHT
         assert_clean(c, optimizer)
@@ -157,7 +157,7 @@ def test_it_is_cleaned_up_after_an_optimizer_that_mixes_weights() -> None:
     optimizer = Mixing(layer.parameters(), 0.1, momentum=0.9)
     c = Connections("layer", layer, random_mask(layer.weight, 0.3))
     dense_gradient(layer, 0)
-    mask_gradients([c])
+    GradientMask([c])()
     optimizer.step()
     assert type(optimizer) not in WEIGHT_BY_WEIGHT
     assert (layer.weight[~c.mask] != 0).any()
@@ -169,7 +169,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     layer = nn.Linear(4, 3)
     first = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
     c = Connections("layer", layer, first)
-    assert {k: float(v) for k, v in c.figures().items()} == {
+    assert c.figures() == {
         "density": 0.25,
         "churn": 0,
         "itop": 0.25,
@@ -179,7 +179,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     second = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
     c.change(second, None)
     c.change(first, None)
-    figures = {k: float(v) for k, v in c.figures().items()}
+    figures = c.figures()
     assert figures["itop"] == pytest.approx(4 / 12)
     assert figures["churn"] == pytest.approx(1 / 3)
 
@@ -193,7 +193,7 @@ def test_the_explored_share_of_a_large_layer_is_close_to_the_exact_one() -> None
         mask = initial_mask(layer.weight, 0.1, Structure(), generator)
         seen = seen | mask
         c.change(mask, None)
-    assert float(c.figures()["itop"]) == pytest.approx(float(seen.float().mean()), abs=0.01)
+    assert c.figures()["itop"] == pytest.approx(float(seen.float().mean()), abs=0.01)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30))
@@ -212,9 +212,7 @@ def test_state_brings_mask_and_history_back() -> None:
     again.load_state_dict(c.state_dict())
     assert torch.equal(again.mask, c.mask)
     assert again.checksum() == c.checksum()
-    assert {k: float(v) for k, v in again.figures().items()} == {
-        k: float(v) for k, v in c.figures().items()
-    }
+    assert again.figures() == c.figures()
     assert (other.weight[~c.mask] == 0).all()
     assert not again.full
 
@@ -245,8 +243,74 @@ def test_a_gradient_of_a_missing_connection_is_gone_whatever_it_was(dtype: Any) 
     gradient = torch.randn(6, 8).to(dtype)
     layer.weight.grad = gradient.masked_fill(~c.mask, torch.inf)
     layer.weight.grad[~c.mask & (gradient > 0)] = torch.nan
-    mask_gradients([c])
+    GradientMask([c])()
     assert torch.equal(layer.weight.grad, gradient.masked_fill(~c.mask, 0))
+
+
+def test_gradients_are_masked_where_there_are_some_and_when_a_layer_becomes_sparse() -> None:
+    layers: list[Any] = [nn.Linear(6, 5, bias=False) for _ in range(3)]
+    full, half = torch.ones(5, 6, dtype=torch.bool), torch.arange(30).reshape(5, 6) % 2 == 0
+    first, second, third = (
+        Connections(str(number), layer, mask)
+        for number, (layer, mask) in enumerate(zip(layers, (half, half, full), strict=True))
+    )
+    mask_gradients = GradientMask([first, second, third])
+    for turn in range(4):
+        for layer in layers:
+            layer.weight.grad = torch.ones(5, 6)
+        if turn == 1:
+            layers[0].weight.grad = None  # as when a step has no use for it
+        if turn == 2:
+            third.change(half, None)
+            mask_gradients.look_again()
+        mask_gradients()
+        if turn != 1:
+            assert torch.equal(layers[0].weight.grad, half.float())
+        assert torch.equal(layers[1].weight.grad, half.float())
+        assert torch.equal(layers[2].weight.grad, (half if turn >= 2 else full).float())
+    GradientMask([])()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_counts_what_a_cpu_counts() -> None:
+    seen = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layer: Any = nn.Linear(1000, 300, bias=False).to(device)
+        c = Connections("layer", layer, torch.rand(300, 1000).to(device) < 0.01)
+        optimizer = torch.optim.Adam(layer.parameters())
+        figures = []
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            c.change((torch.rand(300, 1000, generator=generator) < 0.005).to(device), optimizer)
+            if seed != 2:  # news may be followed by news
+                figures.append(c.figures())
+            assert c.count == int(c.mask.sum())
+        again = Connections("layer", layer, torch.zeros_like(c.mask))
+        again.load_state_dict(c.state_dict())
+        assert again.figures() == figures[-1]
+        seen.append(figures)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_masks_gradients_wherever_they_lie() -> None:
+    layers: Any = [nn.Linear(64, 32, bias=False, device="cuda") for _ in range(2)]
+    masks = [torch.rand(32, 64, device="cuda") < 0.3 for _ in layers]
+    mask_gradients = GradientMask(
+        Connections("", layer, mask) for layer, mask in zip(layers, masks, strict=True)
+    )
+    kept = []
+    for turn in range(40):
+        gradients = [torch.randn(32, 64, device="cuda") for _ in layers]
+        if turn % 5 == 0:
+            kept.append(gradients[0])  # so that the next ones lie elsewhere
+        expected = [g.masked_fill(~mask, 0) for g, mask in zip(gradients, masks, strict=True)]
+        for layer, gradient in zip(layers, gradients, strict=True):
+            layer.weight.grad = gradient
+        mask_gradients()
+        for layer, wanted in zip(layers, expected, strict=True):
+            assert torch.equal(layer.weight.grad, wanted)
 
 
 def test_weights_in_another_memory_format_are_rewired_alike() -> None:
@@ -260,7 +324,7 @@ def test_weights_in_another_memory_format_are_rewired_alike() -> None:
         for seed in range(3):
             dense_gradient(layer, seed)
             scores = layer.weight.grad.abs()
-            mask_gradients([c])
+            GradientMask([c])()
             optimizer.step()
             c.change(rewired(c.mask, layer.weight.abs(), scores, 0.5), optimizer)
             assert_clean(c, optimizer)

@@ -1,0 +1,57 @@
+"""Keep the gradients of missing connections away from an optimizer, in every step."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from dg_lightning.recorded import Recorded
+
+from .connections import Connections
+from .zeroing import keep_only
+
+__all__ = ["GradientMask"]
+
+
+class GradientMask:
+    """Lets no gradient reach the missing connections of some layers.
+
+    Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
+    all of them at 0. It is called in every step, and on a GPU is one launch.
+
+    Args:
+        connections: The layers.
+    """
+
+    def __init__(self, connections: Iterable[Connections]) -> None:
+        self.connections = list(connections)
+        self._sparse: list[Connections] = []
+        self._weights: list[nn.Parameter] = []
+        self._recorded = Recorded()
+        self._sure = False
+
+    def look_again(self) -> None:
+        """Look at the next call which layers have all connections, and need no mask."""
+        self._sure = False
+
+    def __call__(self) -> None:
+        """Mask the gradients that there are."""
+        if not self._sure:
+            self._look()
+        gradients = []
+        for weight in self._weights:
+            if (gradient := weight.grad) is None:
+                self._mask()
+                return
+            gradients.append(gradient)
+        if gradients:
+            self._recorded(self._mask, gradients)
+
+    def _look(self) -> None:
+        sparse = [c for c in self.connections if not c.full]
+        if sparse != self._sparse:
+            self._sparse, self._weights = sparse, [c.weight for c in sparse]
+            self._recorded = Recorded()
+        self._sure = True
+
+    def _mask(self) -> None:
+        keep_only((g, c.mask) for c in self._sparse if (g := c.weight.grad) is not None)
