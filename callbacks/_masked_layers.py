@@ -90,6 +90,12 @@ class MaskedLayers(pl.Callback):
         self._layers = self._find_layers(pl_module)
         for name, layer in self._layers.items():
             self.structure.refuse_if_unfit(name, layer)
+        fixed = self.structure.density
+        if fixed is not None and self.sparsity != 1 - fixed:
+            rank_zero_info(
+                f"{type(self).__name__} leaves out {1 - fixed:.0%} of the weights, as "
+                f"`structure={self.structure.kind!r}` says; `sparsity={self.sparsity}` is not used."
+            )
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if other is not self and isinstance(other, MaskedLayers):
                 shared = set(self._layers) & set(other._find_layers(pl_module))

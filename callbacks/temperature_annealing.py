@@ -20,11 +20,12 @@ __all__ = ["TemperatureAnnealing"]
 
 @only_used_hooks
 class TemperatureAnnealing(pl.Callback):
-    """Sets the temperature τ of every gate from a schedule, before each optimizer step.
+    """Sets the temperature τ of every gate from a schedule, before optimizer steps.
 
-    τ is part of the gate, so a checkpoint is deployed with the τ of its step. Where the schedule
-    starts at another τ than the gates were built with, their logits are scaled along once, so that
-    every unit starts with the p that it was given.
+    A training of 2,000 steps or more follows it in stairs, a thousand at least. τ is part of the
+    gate, so a checkpoint is deployed with the τ of its step. Where the schedule starts at another τ
+    than the gates were built with, their logits are scaled along once, so that every unit starts
+    with the p that it was given.
 
     Args:
         start: τ at `begin` and before.

@@ -32,7 +32,8 @@ class ThresholdPhases(pl.Callback):
 
     The threshold is written to the gates. Keep target and factor are left for the penalties: a
     `GatePenalty(usage="target")` without a target of its own follows the keep target, and every
-    penalty on these gates is multiplied by the factor.
+    penalty on these gates is multiplied by the factor. A training of 2,000 steps or more follows
+    the phases in stairs, a thousand at least.
 
     Args:
         phases: The phases in order; the paper's three, with its middle values, when None.

@@ -57,7 +57,7 @@ class Connections:
         self._news: Tensor | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
         self._every = _even_step(self.mask.numel(), self.mask[0].numel())
-        self._explored = packed(self._sample())
+        self._explore(packed(self._sample()))
         layer.connection_mask = self.mask
         self.apply()
 
@@ -87,7 +87,14 @@ class Connections:
         count, same = counts
         made = (self.mask.numel() - same + count - self._count) / 2
         self._count, self._churn = count, made / max(1, count)
-        self._explored |= packed(sample)
+        self._explore(self._explored | packed(sample))
+
+    def _explore(self, explored: Tensor) -> None:
+        """Take a history of the sampled positions."""
+        self._explored = explored
+        # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
+        bits = int.from_bytes(explored.numpy().tobytes()).bit_count()
+        self._share_explored = bits / len(self._sample())
 
     @property
     def full(self) -> bool:
@@ -139,12 +146,10 @@ class Connections:
         self._read_news()
         if self._dead_ends is None:
             self._dead_ends = [len(ends) - counted(ends)[0] for ends in self._live_ends()]
-        # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
-        explored = int.from_bytes(self._explored.numpy().tobytes()).bit_count()
         return {
             "density": self._count / self.mask.numel(),
             "churn": self._churn,
-            "itop": explored / len(self._sample()),
+            "itop": self._share_explored,
             "dead_inputs": float(self._dead_ends[0]),
             "dead_outputs": float(self._dead_ends[1]),
         }
@@ -176,7 +181,7 @@ class Connections:
         """Go on where `state_dict` was taken."""
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
         (self._count,) = counted(self.mask)
-        self._explored.copy_(state["explored"])
+        self._explore(state["explored"].cpu().clone())
         self._churn, self._news, self._dead_ends = state["churn"], None, None
         self.changed_at = state["changed_at"]
         self.apply()

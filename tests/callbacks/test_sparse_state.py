@@ -1,5 +1,6 @@
 """What the sparse callbacks leave behind, take over, and refuse."""
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,3 +291,17 @@ def test_given_masks_are_for_one_training(tmp_path: Path) -> None:
     fit(Plain(), [sparse], tmp_path)
     for name, c in sparse.connections.items():
         assert c.mask.sum() == first.connections[name].mask.sum()
+
+
+@pytest.mark.parametrize(("sparsity", "said"), [(0.9, True), (0.5, False)])
+def test_a_structure_that_has_its_own_sparsity_says_so(
+    sparsity: float, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sparse = StaticSparse(sparsity, structure="2:4")
+    with caplog.at_level(logging.INFO):
+        fit(Plain(), [sparse], tmp_path, max_steps=1)
+    assert all(c.mask.float().mean() == 0.5 for c in sparse.connections.values())
+    line = (
+        "StaticSparse leaves out 50% of the weights, as `structure='2:4'` says; `sparsity=0.9` is"
+    )
+    assert (line in caplog.text) == said
