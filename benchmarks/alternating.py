@@ -1,9 +1,9 @@
 """Compare ways of training in one run, in turns: slow spells of the machine hit all of them.
 
 Machines are noisy: for a while all steps take a fifth longer, and single ones many times as long.
-So the ways alternate; a step is measured by the usual one around it;
-and of the steps at the same place of a cycle (as between two updates) the median is taken, before
-they are added up. What belongs to a place, as an update, stays in; what hits any step does not.
+So the ways alternate; a step is measured by the usual one around it; and of the steps at the same
+place of a cycle (as between two updates) the median is taken, before they are added up. What
+belongs to a place, as an update, stays in; what hits any step does not.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class StepTimes:
     """
 
     def __init__(self, base: str, cycle: int, stretch: int, ways: int = 1) -> None:
-        self.base, self.cycle = base, cycle
+        self.base, self.cycle, self._stretch = base, cycle, stretch
         self._first = 2 * cycle * ways
         self._reach = stretch + 10  # steps around one that tell how long a usual one takes
         self.steps: list[tuple[str, float]] = []
@@ -70,8 +70,8 @@ class StepTimes:
         self._begun = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Take the time of a step. A GPU is waited for at the end of a cycle only."""
-        if torch.cuda.is_available() and (len(self.steps) + 1) % self.cycle == 0:
+        """Take the time of a step. A GPU is waited for before another way has its turn."""
+        if torch.cuda.is_available() and (len(self.steps) + 1) % self._stretch == 0:
             torch.cuda.synchronize()
         self.steps.append((name, time.perf_counter() - self._begun))
 

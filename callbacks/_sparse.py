@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
-from dg_lightning.log_steps import log_figures, logs_now, steps_done
+from dg_lightning.log_steps import is_logged, log_figures, steps_done
 from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, GradientMask
 from dg_lightning.schedules import Clock
 from dg_lightning.step_hooks import use_hooks
@@ -65,7 +65,7 @@ class Sparse(MaskedLayers):
         """Tell whether a layer changes after this optimizer step, counted from 1.
 
         `last` is the one after which it changed before. A layer is stepped by its own optimizer,
-        and with several of those it sees some of the steps only. It is asked ahead of time.
+        and with several of those it sees some of the steps only.
         """
         return False
 
@@ -114,7 +114,8 @@ class Sparse(MaskedLayers):
     ) -> None:
         mask_gradients = self._mask_of(optimizer)
         step = steps_done(trainer, pl_module) + 1
-        if step >= self._look_at or self.sees_all_gradients:
+        # Some optimizers compute the gradients of a step several times: the last ones count.
+        if step >= self._look_at or step == self._step or self.sees_all_gradients:
             self._look(trainer, pl_module, optimizer, step, mask_gradients.connections)
         mask_gradients()
 
@@ -127,7 +128,7 @@ class Sparse(MaskedLayers):
             self._changing = None
         self._step = step
         self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
-        self._look_at = self._next_change() if not self._due else step + 1
+        self._look_at = step + 1 if self._due or self.sees_all_gradients else self._next_change()
         if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
             self._leave_out()
         if self._due or self.sees_all_gradients:
@@ -136,7 +137,9 @@ class Sparse(MaskedLayers):
             self._change_after_step(trainer, pl_module, optimizer)
 
     def _next_change(self) -> int:
-        """Return the next step after which a layer may change, or one of those that are not."""
+        """Return the next step after which a layer may change, or a later one than looked at."""
+        if not type(self).changes_after.__module__.startswith("dg_lightning."):
+            return self._step + 1  # somebody's own rule may hang on what is not known yet
         lasts = {c.changed_at for c in self.connections.values()}
         ahead = range(self._step + 1, self._step + _LOOK_AHEAD)
         found = (s for s in ahead if any(self.changes_after(s, last) for last in lasts))
@@ -187,14 +190,13 @@ class Sparse(MaskedLayers):
         for c, mask in masks.items():
             c.change(mask, optimizer)
             c.changed_at = self._step
-        for _, mask_gradients in self._mine.values():
-            mask_gradients.look_again()
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
         self._log_figures(True)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._logged_at = -1
         self._log_figures(True)
 
     def _log_figures(self, now: bool) -> None:
@@ -211,19 +213,19 @@ class Sparse(MaskedLayers):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        # Figures are new after a change only, and an epoch forgets what was logged before it.
+        # They are new when an epoch begins and after a change, and loggers see them once.
         changed_at = max(c.changed_at for c in self.connections.values())
-        if batch_idx == 0 or (self._logged_at != changed_at and logs_now(trainer)):
+        seen = self._logged_at == changed_at
+        logged = not seen and is_logged(trainer, pl_module)
+        if logged or batch_idx == 0:
+            figures = {
+                f"rewire/{key}/{name}": value
+                for name, c in self.connections.items()
+                for key, value in c.figures().items()
+            }
+            log_figures(trainer, figures, to_loggers=logged)
+        if logged or seen:
             self._logged_at = changed_at
-            figures = {name: c.figures() for name, c in self.connections.items()}
-            log_figures(
-                trainer,
-                {
-                    f"rewire/{k}/{name}": v
-                    for name, all_of in figures.items()
-                    for k, v in all_of.items()
-                },
-            )
             self._log_figures(False)
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 from dg_lightning.averaging import copy_gates_to_averages
 from dg_lightning.budget import GateBudget, Measure, gate_budgets
 from dg_lightning.landing import FrozenGates, Landing
-from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
+from dg_lightning.log_steps import log_of_step, logs_now, steps_done
 from dg_lightning.multiplier import Multiplier
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import gate_layers
@@ -225,7 +225,6 @@ class BudgetController(pl.Callback):
 
     def _presses(self, trainer: Any, pl_module: Any) -> bool:
         """Tell whether gates are pressed on now, and leave word of it."""
-        forget_logged(trainer)
         begun = steps_done(trainer, pl_module) >= self._begin
         for slots in self.pressure.slots(trainer):
             slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)

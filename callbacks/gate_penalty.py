@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.compute import linear_maps
-from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
+from dg_lightning.log_steps import log_of_step, logs_now, steps_done
 from dg_lightning.penalties import (
     MacsPrices,
     Usage,
@@ -174,7 +174,6 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        forget_logged(trainer)
         self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
         if self.pressure.later:
             return
@@ -195,7 +194,6 @@ class GatePenalty(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.pressure.later:
             return
-        forget_logged(trainer)
         weight, terms = self._weight(trainer, pl_module), self._terms(trainer, pl_module.device)
         rates = self.pressure.act_later(
             trainer,

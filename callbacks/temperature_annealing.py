@@ -9,7 +9,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers, start_open_at
-from dg_lightning.schedules import Clock, Duration, Schedule, Shape
+from dg_lightning.schedules import Clock, Duration, Schedule, Shape, stair_of
 from dg_lightning.slots import set_temperature, slots_of
 from dg_lightning.step_hooks import only_used_hooks
 
@@ -22,10 +22,10 @@ __all__ = ["TemperatureAnnealing"]
 class TemperatureAnnealing(pl.Callback):
     """Sets the temperature τ of every gate from a schedule, before optimizer steps.
 
-    A training of 2,000 steps or more follows it in stairs, a thousand at least. τ is part of the
-    gate, so a checkpoint is deployed with the τ of its step. Where the schedule starts at another τ
-    than the gates were built with, their logits are scaled along once, so that every unit starts
-    with the p that it was given.
+    A way of 2,000 steps or more is gone in stairs, a thousand at least. τ is part of the gate, so a
+    checkpoint is deployed with the τ of its step. Where the schedule starts at another τ than the
+    gates were built with, their logits are scaled along once, so that every unit starts with the p
+    that it was given.
 
     Args:
         start: τ at `begin` and before.
@@ -70,7 +70,10 @@ class TemperatureAnnealing(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock = Clock.of(trainer)
         self._value_at = self.schedule.resolve(clock)
-        self._stair, self._next_stair = clock.stair, 0
+        way = clock.steps(self.schedule.until) - clock.steps(self.schedule.begin)
+        jumps = self.schedule.staircase is not None or self.schedule.shape == "step"
+        self._stair = 1 if jumps else stair_of(way)
+        self._next_stair = 0
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)

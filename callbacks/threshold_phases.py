@@ -10,7 +10,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined
+from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined, stair_of
 from dg_lightning.slots import set_threshold, slots_of
 from dg_lightning.step_hooks import only_used_hooks
 
@@ -32,8 +32,8 @@ class ThresholdPhases(pl.Callback):
 
     The threshold is written to the gates. Keep target and factor are left for the penalties: a
     `GatePenalty(usage="target")` without a target of its own follows the keep target, and every
-    penalty on these gates is multiplied by the factor. A training of 2,000 steps or more follows
-    the phases in stairs, a thousand at least.
+    penalty on these gates is multiplied by the factor. A join of 2,000 steps or more is gone in
+    stairs, a thousand at least.
 
     Args:
         phases: The phases in order; the paper's three, with its middle values, when None.
@@ -84,7 +84,7 @@ class ThresholdPhases(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock = Clock.of(trainer)
         self._keep_at, self._threshold_at, self._factor_at = self._resolve(clock)
-        self._stair, self._next_stair = clock.stair, 0
+        self._stair, self._next_stair = stair_of(clock.steps(self.join)), 0
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 __all__ = [
     "forget_logged",
+    "is_logged",
     "log_figures",
     "log_of_step",
     "logged_step",
@@ -66,28 +67,41 @@ def log_of_step(pl_module: Any, key: str, value: Tensor | float) -> None:
     results.update_metrics(name, value.detach(), batch_size=1)
 
 
-def log_figures(trainer: Any, figures: Mapping[str, float]) -> None:
-    """Hand many figures to loggers and to those who monitor them, as Lightning's own monitors do.
+def is_logged(trainer: Any, pl_module: Any) -> bool:
+    """Tell whether Lightning hands values of single steps to the loggers when this batch ends."""
+    if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        return False
+    return bool(trainer._logger_connector.should_update_logs or trainer.fast_dev_run)
 
-    They are a row of their own in a table. `log_of_step` costs 50 µs for each of them.
+
+def log_figures(trainer: Any, figures: Mapping[str, float], *, to_loggers: bool) -> None:
+    """Leave many figures for those who monitor them, and hand them to the loggers.
+
+    There they are a row of their own, as those of Lightning's own monitors. `log_of_step` costs
+    50 µs for each.
     """
     values = torch.tensor(list(figures.values())).unbind()  # one for all: each costs its time
     trainer.callback_metrics.update(zip(figures, values, strict=True))
-    for logger in trainer.loggers:
-        logger.log_metrics(figures, step=logged_step(trainer))
+    if to_loggers:
+        trainer.logged_metrics.update(zip(figures, values, strict=True))
+        row = {**figures, "epoch": trainer.current_epoch}
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=logged_step(trainer))
 
 
 def forget_logged(trainer: Any, keys: tuple[str, ...] = _OURS) -> None:
     """Take values of the step before out of Lightning's results if loggers have seen them.
 
-    Call it in a batch before anything is logged. Lightning keeps the values of a step and goes over
-    all of them in every later one, about 10 µs for each: with all our callbacks a tenth of a small
-    step.
+    Call it when a batch starts, before anything is logged. Lightning keeps the values of a step and
+    goes over all of them in every later one, about 10 µs for each: with all our callbacks a tenth
+    of a small step.
     """
     loop, interval = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
     stepped: int = loop._batches_that_stepped
     # Where every step is logged there is none to go without.
-    if interval < 2 or stepped == 0 or stepped % interval:
+    if interval < 2 or stepped == 0 or stepped % interval or trainer.should_stop:
+        return
+    if loop.batch_idx <= 0:  # in which callbacks log, see `logs_now`, and the last epoch is gone
         return
     for metric in (trainer._results or {}).values():
         meta = metric.meta

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,8 @@ _MOST_KEPT = 4
 _MOST_COUNTED = 64
 _LARGEST = 2**24  # bytes of arguments: for more than these, launches matter less than memory
 
-_address, _size = Tensor.data_ptr, Tensor.numel  # called in every step, by C alone
+_address, _size = Tensor.data_ptr, attrgetter("nbytes")  # called in every step, by C alone
+_kind = attrgetter("shape", "dtype")
 
 Result = TypeVar("Result")
 
@@ -57,7 +59,7 @@ class Recorded:
         """
         # Of a tensor that lies where another one lay, a look at its size is all there is time for.
         read = (*in_place, *fresh)
-        key = (depends_on, *map(_address, read), *map(_size, read))
+        key = (depends_on, *map(_address, read), *map(_size, in_place), *map(_kind, fresh))
         kept = self._kept.get(key)
         if kept is not None:
             kept.replay()
@@ -85,8 +87,8 @@ class Recorded:
         """Replay what was recorded with copies of the fresh tensors, or is worth to be now."""
         if not fresh:
             return None
-        kinds = [(tensor.shape, tensor.dtype) for tensor in fresh]
-        key = (depends_on, "copied", *map(_address, in_place), *map(_size, in_place), *kinds)
+        places = (*map(_address, in_place), *map(_size, in_place))
+        key = (depends_on, "copied", *places, *map(_kind, fresh))
         kept = self._kept.get(key)
         if kept is None and self._is_due(key):
             kept = self._keep(key, _Recording(function, fresh, fresh[0].device, copied=True))

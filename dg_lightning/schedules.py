@@ -21,6 +21,7 @@ __all__ = [
     "as_schedule",
     "check_duration",
     "joined",
+    "stair_of",
 ]
 
 Duration: TypeAlias = int | float | str
@@ -64,14 +65,6 @@ class Clock:
             return cls(int(total))
         return cls(int(total), math.ceil(batches / trainer.accumulate_grad_batches))
 
-    @property
-    def stair(self) -> int:
-        """For how many steps a setting of gates stays as it is: to write it costs a launch.
-
-        A schedule is followed in a thousand stairs or more, in shorter trainings step by step.
-        """
-        return max(1, self.total_steps // 1000)
-
     def steps(self, duration: Duration) -> int:
         """Return a duration in optimizer steps."""
         check_duration("duration", duration)
@@ -100,6 +93,17 @@ class Clock:
                 "`staircase: epoch` cannot be followed, because the data has no length."
             )
         return (step // self.steps_per_epoch + 1) * self.steps_per_epoch
+
+
+def stair_of(way: int) -> int:
+    """Return for how many steps a setting stays as it is while a schedule goes a way of so many.
+
+    To write it costs a launch, so a schedule goes its way in stairs: a thousand of them or more.
+
+    >>> stair_of(70_000), stair_of(1_999), stair_of(0)
+    (70, 1, 1)
+    """
+    return max(1, way // 1000)
 
 
 def check_duration(name: str, duration: Duration) -> None:

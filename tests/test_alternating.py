@@ -47,10 +47,13 @@ def test_a_known_ratio_is_found_on_a_noisy_machine(stretch: int, alternating: An
     assert times.seconds() == pytest.approx(2.0, rel=0.1)
 
 
-def test_steps_are_timed_from_begin_to_end(alternating: Any) -> None:
+def test_steps_are_timed_from_begin_to_end(
+    alternating: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([1.0, 3.5, 10.0, 10.25])
+    monkeypatch.setattr(alternating.time, "perf_counter", lambda: next(clock))
     times = alternating.StepTimes("none", 2, 1)
-    times.begin()
-    times.end("none")
-    ((name, seconds),) = times.steps
-    assert name == "none"
-    assert 0 <= seconds < 1
+    for name in ("none", "all"):
+        times.begin()
+        times.end(name)
+    assert times.steps == [("none", 2.5), ("all", 0.25)]

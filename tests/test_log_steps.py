@@ -146,7 +146,7 @@ def test_steps_are_counted_as_lightning_counts_them(model: Any, tmp_path: Path) 
 class LogsFigures(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step in (2, 5):
-            log_figures(trainer, {"a": 1 / trainer.global_step, "b": 2.0})
+            log_figures(trainer, {"a": 1 / trainer.global_step, "b": 2.0}, to_loggers=True)
 
 
 def test_figures_reach_loggers_and_those_who_monitor(tmp_path: Path) -> None:

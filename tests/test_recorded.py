@@ -4,11 +4,13 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dg_lightning import recorded as recorded_module
 from dg_lightning.recorded import Recorded
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,6 +33,40 @@ def test_on_a_cpu_it_is_computed_every_time() -> None:
     for _ in range(4):
         assert recorded(partial(doubled, x), [x]).tolist() == [2.0, 2.0]
     assert doubled.calls == 4
+
+
+class Played:
+    """Stands in for a CUDA graph: computes again from where its tensors lay."""
+
+    made = 0
+
+    def __init__(self, function: Any, fresh: Any, device: Any, *, copied: bool) -> None:
+        Played.made += 1
+        self.function, self.copied = function, copied
+        self.arguments = [t.clone() for t in fresh] if copied else list(fresh)
+
+    def take(self, fresh: Any) -> None:
+        for mine, given in zip(self.arguments, fresh, strict=True):
+            mine.copy_(given)
+
+    def replay(self) -> None:
+        self.result = self.function(*self.arguments)
+
+
+def test_what_is_recorded_is_found_by_where_it_lies_and_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded_module, "_Recording", Played)
+    monkeypatch.setattr(recorded_module, "_can_be_recorded", lambda *_: True)
+    recorded = Recorded()
+    memory = torch.arange(8.0)
+    shapes = [memory.view(2, 4), memory.view(4, 2), memory.view(torch.int32), torch.arange(8.0)]
+    for turn in range(40):
+        x = shapes[turn % len(shapes)]
+        memory.add_(1)
+        found = recorded(lambda x: x.sum(-1), fresh=[x])
+        assert torch.equal(found, x.sum(-1))
+    assert 1 < Played.made <= 6
 
 
 @needs_cuda

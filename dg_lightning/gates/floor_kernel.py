@@ -12,10 +12,9 @@ __all__ = ["with_floor"]
 _WIDEST = 8192
 # To launch what is compiled already takes half the time of Triton's look at all arguments. In older
 # versions, and in the interpreter, it goes differently.
-_LAUNCHES_DIRECTLY = (
-    int(triton.__version__.split(".")[1]) >= 6 and not triton.knobs.runtime.interpret
-)
-_compiled: dict[tuple[int, int, torch.device], Any] = {}
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+_LAUNCHES_DIRECTLY = _VERSION >= (3, 6) and not triton.knobs.runtime.interpret
+_compiled: dict[Any, Any] = {}
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
     with torch.cuda.device_of(p):  # where kernels are launched
         # What Triton has compiled holds for pointers that are aligned as those were.
         aligned = (p.data_ptr() | threshold.data_ptr() | hard.data_ptr()) % 16 == 0
-        key = (width, floor, p.device)
+        key = (width, floor, p.device, threshold.dtype)
         compiled = _compiled.get(key) if aligned else None
         if compiled is not None:
             compiled[grid](*arguments)

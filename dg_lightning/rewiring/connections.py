@@ -53,6 +53,7 @@ class Connections:
         self.mask = mask.to(self.weight.device, copy=True)
         (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
+        self.changes = 0  # how often they were
         self._churn = 0.0
         self._news: Tensor | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
@@ -124,6 +125,7 @@ class Connections:
         if mask is self.mask:  # nothing has changed
             return
         self._read_news()
+        self.changes += 1
         same = mask == self.mask
         self.mask.copy_(mask)
         self._dead_ends = None
@@ -179,6 +181,7 @@ class Connections:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        self.changes += 1
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
         (self._count,) = counted(self.mask)
         self._explore(state["explored"].cpu().clone())

@@ -27,16 +27,16 @@ class GradientMask:
         self._sparse: list[Connections] = []
         self._weights: list[nn.Parameter] = []
         self._recorded = Recorded()
-        self._sure = False
-
-    def look_again(self) -> None:
-        """Look at the next call which layers have all connections, and need no mask."""
-        self._sure = False
+        self._looked_at = -1
 
     def __call__(self) -> None:
         """Mask the gradients that there are."""
-        if not self._sure:
+        changes = 0
+        for c in self.connections:
+            changes += c.changes
+        if changes != self._looked_at:
             self._look()
+            self._looked_at = changes
         gradients = []
         for weight in self._weights:
             if (gradient := weight.grad) is None:
@@ -47,11 +47,11 @@ class GradientMask:
             self._recorded(self._mask, gradients)
 
     def _look(self) -> None:
+        """See which layers have all connections, and need no mask."""
         sparse = [c for c in self.connections if not c.full]
         if sparse != self._sparse:
             self._sparse, self._weights = sparse, [c.weight for c in sparse]
             self._recorded = Recorded()
-        self._sure = True
 
     def _mask(self) -> None:
         keep_only((g, c.mask) for c in self._sparse if (g := c.weight.grad) is not None)

@@ -271,29 +271,37 @@ class Settings(pl.Callback):
         trainer.should_stop = trainer.global_step == self.last
 
 
-def test_a_long_training_follows_its_schedules_in_stairs_also_when_resumed(tmp_path: Path) -> None:
-    def callbacks(last: int) -> list[Any]:
+@pytest.mark.parametrize(("until", "join", "stairs"), [(4000, 4000, 4), (40, 20, 1)])
+def test_long_ways_are_gone_in_stairs_and_short_ones_in_steps_also_when_resumed(
+    until: int, join: int, stairs: int, tmp_path: Path
+) -> None:
+    def callbacks() -> list[Any]:
         other: Any = {"keep": 0.5, "weight_factor": 1.0}
-        first, then = {"begin": 0, "threshold": 0.3}, {"begin": 10, "threshold": 0.6}
+        first, then = {"begin": 0, "threshold": 0.3}, {"begin": 8, "threshold": 0.6}
         phases: Any = [{**first, **other}, {**then, **other}]
         return [
-            TemperatureAnnealing(2.0, 1.0, until=40),
-            ThresholdPhases(phases, join=20),
+            TemperatureAnnealing(2.0, 1.0, until=until),
+            ThresholdPhases(phases, join=join, buffer_keep=None),
             ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1),
-            Settings(last),
+            Settings(last=50),
         ]
 
-    whole, resumed = callbacks(50), callbacks(50)
-    long: Any = {"max_epochs": 500, "enable_checkpointing": True}  # of 8 steps: stairs of 4
+    whole, resumed = callbacks(), callbacks()
+    long: Any = {"max_epochs": 2000, "enable_checkpointing": True}  # of 8 steps
     fit(Net(), whole, tmp_path, **long)
     fit(Net(), resumed, tmp_path, tmp_path / "step=10.ckpt", **long)
     assert min(resumed[-1].seen) == 10
     for step, (temperature, threshold) in whole[-1].seen.items():
-        stair = min(step - step % 4, 40)
-        assert temperature == pytest.approx(2.0 - stair / 40)
+        assert temperature == pytest.approx(2.0 - min(step - step % stairs, until) / until)
         if step >= 10:
             assert resumed[-1].seen[step] == (temperature, threshold)
-    thresholds = [threshold for _, threshold in whole[-1].seen.values()]
-    assert thresholds[0] == pytest.approx(0.3)
-    assert thresholds[-1] == pytest.approx(0.6)
-    assert len(set(thresholds[12:32])) == 5
+    thresholds = {step: threshold for step, (_, threshold) in whole[-1].seen.items()}
+    assert len({thresholds[step] for step in range(12, 24)}) == 12 // stairs
+    assert thresholds[8] == pytest.approx(0.3)
+
+
+def test_an_epoch_has_one_temperature_where_it_was_asked_for(tmp_path: Path) -> None:
+    annealing = TemperatureAnnealing(2.0, 1.0, until=1.0, staircase="epoch")
+    fit(Net(), [annealing, settings := Settings(last=40)], tmp_path, max_epochs=1000)
+    for epoch in range(5):
+        assert len({settings.seen[8 * epoch + step][0] for step in range(8)}) == 1

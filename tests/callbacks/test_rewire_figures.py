@@ -29,9 +29,32 @@ def test_they_are_logged_in_every_epoch_and_the_hook_is_let_go(tmp_path: Path) -
     rigl = RigL(0.7, every_n_steps=4, until=0.75)
     logger = CSVLogger(tmp_path)
     fit(Plain(), [rigl], tmp_path, logger=logger)  # two epochs of 12 steps
-    # When an epoch begins, and in the first logged step (every third) after a change.
-    assert logged_steps(logger) == [0, 5, 8, 11, 12, 17]
+    # In the first logged step (every third) after an epoch begins or connections change.
+    assert logged_steps(logger) == [2, 5, 8, 11, 14, 17]
     assert rigl.on_train_batch_end is None  # there has been nothing new for a while
+
+
+def test_who_logs_no_steps_can_still_monitor_them(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = fit(
+        Plain(), [RigL(0.7, every_n_steps=4)], tmp_path, logger=logger, log_every_n_steps=0
+    )
+    assert trainer.callback_metrics[KEY] == pytest.approx(0.3, abs=0.02)
+    assert KEY not in trainer.logged_metrics
+    logger.save()
+    assert not Path(logger.log_dir, "metrics.csv").exists()
+
+
+def test_a_row_has_its_epoch_and_accumulated_batches_make_no_row(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    rigl = RigL(0.7, every_n_steps=2, until=1.0)
+    options: Any = {"accumulate_grad_batches": 3, "log_every_n_steps": 1}
+    trainer = fit(Plain(), [rigl], tmp_path, logger=logger, **options)  # 2 epochs of 4 steps
+    logger.save()
+    lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    rows = [(row["epoch"], row["step"]) for row in csv.DictReader(lines) if row.get(KEY)]
+    assert rows == [("0", "0"), ("0", "1"), ("0", "3"), ("1", "4"), ("1", "5")]
+    assert KEY in trainer.logged_metrics
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.tuner.tuning import Tuner
 from sparse_nets import Plain, Watch, data, fit
+from torch import Tensor
 
 from dg_lightning.callbacks import MagnitudePruning, RigL, StaticSparse
 
@@ -77,6 +78,28 @@ def test_an_optimizer_that_needs_a_closure(tmp_path: Path) -> None:
     rigl = RigL(0.5, every_n_steps=4, until=1.0, drop_shape="constant")
     fit(model, [rigl, watch := Watch(rigl)], tmp_path)
     assert watch.changes() == [4, 8, 12, 16, 20]
+
+
+def test_the_last_gradient_of_a_step_counts(tmp_path: Path) -> None:
+    class Seeing(RigL):
+        seen: list[Tensor]
+
+        def see_gradients(self, trainer: Any, optimizer: Any, mine: Any, due: Any) -> None:
+            super().see_gradients(trainer, optimizer, mine, due)
+            self.seen.append(mine[0].weight.grad.clone())
+
+        def new_masks(self, trainer: Any, step: int, due: Any) -> Any:
+            assert torch.equal(self._scores[due[0]], self.seen[-1].abs())
+            assert len(self.seen) > 1
+            self.seen = []
+            return super().new_masks(trainer, step, due)
+
+    model = Plain()
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)  # type: ignore[method-assign]
+    rigl = Seeing(0.5, every_n_steps=4, until=1.0)
+    rigl.seen = []
+    fit(model, [rigl], tmp_path)
+    assert min(c.changed_at for c in rigl.connections.values()) == 20
 
 
 def test_skipping_the_step_of_an_optimizer_that_unscales_is_refused(tmp_path: Path) -> None:
