@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dg_lightning import recorded as recorded_module
 from dg_lightning.recorded import Recorded
+from dg_lightning.rewiring import Connections, GradientMask
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -130,3 +131,23 @@ def test_it_can_be_copied_and_pickled_without_its_recordings() -> None:
     for other in (copy.deepcopy(recorded), pickle.loads(pickle.dumps(recorded))):
         for _ in range(3):
             assert other(lambda: x + 1, [x]).tolist() == [2.0, 2.0]
+
+
+@needs_cuda
+def test_gradients_are_masked_wherever_they_lie() -> None:
+    layers: Any = [torch.nn.Linear(64, 32, bias=False, device="cuda") for _ in range(2)]
+    masks = [torch.rand(32, 64, device="cuda") < 0.3 for _ in layers]
+    mask_gradients = GradientMask(
+        Connections("", layer, mask) for layer, mask in zip(layers, masks, strict=True)
+    )
+    kept = []
+    for turn in range(40):
+        gradients = [torch.randn(32, 64, device="cuda") for _ in layers]
+        if turn % 5 == 0:
+            kept.append(gradients[0])  # so that the next ones lie elsewhere
+        expected = [g.masked_fill(~mask, 0) for g, mask in zip(gradients, masks, strict=True)]
+        for layer, gradient in zip(layers, gradients, strict=True):
+            layer.weight.grad = gradient
+        mask_gradients()
+        for layer, wanted in zip(layers, expected, strict=True):
+            assert torch.equal(layer.weight.grad, wanted)

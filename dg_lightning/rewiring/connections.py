@@ -129,7 +129,7 @@ class Connections:
         same = mask == self.mask
         self.mask.copy_(mask)
         self._dead_ends = None
-        if same.is_cuda:  # all that is asked of it at once, and later: nothing waits for it here
+        if _counts_later(mask):  # all that is asked of it at once: nothing waits for it here
             counts = torch.stack((mask.flatten(), same.flatten())).sum(1)
             sample = self._sample().view(torch.uint8)
             self._news = torch.cat((counts.view(torch.uint8), *self._live_ends(), sample))
@@ -188,6 +188,10 @@ class Connections:
         self._churn, self._news, self._dead_ends = state["churn"], None, None
         self.changed_at = state["changed_at"]
         self.apply()
+
+
+def _counts_later(mask: Tensor) -> bool:
+    return mask.is_cuda
 
 
 def _even_step(positions: int, columns: int) -> int:

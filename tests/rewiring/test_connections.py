@@ -20,6 +20,7 @@ from dg_lightning.rewiring import (
     rewired,
     sparse_layers,
 )
+from dg_lightning.rewiring import connections as connections_module
 from dg_lightning.rewiring.connections import generator_for, packed, unpacked
 from dg_lightning.rewiring.zeroing import keep_only
 
@@ -270,46 +271,30 @@ def test_gradients_are_masked_where_there_are_some_and_when_a_layer_becomes_spar
     GradientMask([])()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_counts_what_a_cpu_counts() -> None:
+@pytest.mark.parametrize("shape", [(300, 1000), (6, 4, 3, 3)])
+def test_what_is_counted_later_is_what_is_counted_at_once(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
-    for device in ("cpu", "cuda"):
+    for later in (False, True):  # as on a GPU
+        monkeypatch.setattr(connections_module, "_counts_later", lambda _, later=later: later)
         torch.manual_seed(0)
-        layer: Any = nn.Linear(1000, 300, bias=False).to(device)
-        c = Connections("layer", layer, torch.rand(300, 1000).to(device) < 0.01)
+        layer: Any = nn.Linear(1000, 300) if len(shape) == 2 else nn.Conv2d(4, 6, 3)
+        c = Connections("layer", layer, torch.rand(shape) < 0.01)
         optimizer = torch.optim.Adam(layer.parameters())
         figures = []
-        for seed in range(4):
-            generator = torch.Generator().manual_seed(seed)
-            c.change((torch.rand(300, 1000, generator=generator) < 0.005).to(device), optimizer)
-            if seed != 2:  # news may be followed by news
+        for turn in range(4):
+            c.change(torch.rand(shape) < 0.01, optimizer)
+            assert (c._news is not None) == later
+            if turn != 2:  # news may be followed by news
                 figures.append(c.figures())
-            assert c.count == int(c.mask.sum())
+                assert c.count == int(c.mask.sum())
+                assert not c.full
         again = Connections("layer", layer, torch.zeros_like(c.mask))
         again.load_state_dict(c.state_dict())
         assert again.figures() == figures[-1]
         seen.append(figures)
     assert seen[0] == seen[1]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_masks_gradients_wherever_they_lie() -> None:
-    layers: Any = [nn.Linear(64, 32, bias=False, device="cuda") for _ in range(2)]
-    masks = [torch.rand(32, 64, device="cuda") < 0.3 for _ in layers]
-    mask_gradients = GradientMask(
-        Connections("", layer, mask) for layer, mask in zip(layers, masks, strict=True)
-    )
-    kept = []
-    for turn in range(40):
-        gradients = [torch.randn(32, 64, device="cuda") for _ in layers]
-        if turn % 5 == 0:
-            kept.append(gradients[0])  # so that the next ones lie elsewhere
-        expected = [g.masked_fill(~mask, 0) for g, mask in zip(gradients, masks, strict=True)]
-        for layer, gradient in zip(layers, gradients, strict=True):
-            layer.weight.grad = gradient
-        mask_gradients()
-        for layer, wanted in zip(layers, expected, strict=True):
-            assert torch.equal(layer.weight.grad, wanted)
 
 
 def test_weights_in_another_memory_format_are_rewired_alike() -> None:
