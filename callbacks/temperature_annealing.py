@@ -9,7 +9,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers, start_open_at
-from dg_lightning.schedules import Clock, Duration, Schedule, Shape, stair_of
+from dg_lightning.schedules import Clock, Duration, Schedule, Shape, Stairs
 from dg_lightning.slots import set_temperature, slots_of
 from dg_lightning.step_hooks import only_used_hooks
 
@@ -72,8 +72,7 @@ class TemperatureAnnealing(pl.Callback):
         self._value_at = self.schedule.resolve(clock)
         way = clock.steps(self.schedule.until) - clock.steps(self.schedule.begin)
         jumps = self.schedule.staircase is not None or self.schedule.shape == "step"
-        self._stair = 1 if jumps else stair_of(way)
-        self._next_stair = 0
+        self._stairs = Stairs(0 if jumps else way)
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
@@ -91,10 +90,9 @@ class TemperatureAnnealing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         forget_logged(trainer)
-        step = steps_done(trainer, pl_module)
-        if step >= self._next_stair:
-            stair = step - step % self._stair
-            self._next_stair, self._value = stair + self._stair, self._value_at(stair)
+        stair = self._stairs.new_at(steps_done(trainer, pl_module))
+        if stair is not None:
+            self._value = self._value_at(stair)
             for gate, slots in self._slots:
                 if slots.temperature != self._value:
                     set_temperature(gate, slots, self._value)

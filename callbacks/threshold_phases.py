@@ -10,7 +10,7 @@ from dg_lightning.averaging import keep_settings_live
 from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
 from dg_lightning.plan import Curve, warn_of_risks
 from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.schedules import Clock, Duration, Phase, ValueAt, check_duration, joined, stair_of
+from dg_lightning.schedules import Clock, Duration, Phase, Stairs, ValueAt, check_duration, joined
 from dg_lightning.slots import set_threshold, slots_of
 from dg_lightning.step_hooks import only_used_hooks
 
@@ -84,7 +84,7 @@ class ThresholdPhases(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock = Clock.of(trainer)
         self._keep_at, self._threshold_at, self._factor_at = self._resolve(clock)
-        self._stair, self._next_stair = stair_of(clock.steps(self.join)), 0
+        self._stairs = Stairs(clock.steps(self.join))
         self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
@@ -124,10 +124,8 @@ class ThresholdPhases(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         forget_logged(trainer)
-        step = steps_done(trainer, pl_module)
-        if step >= self._next_stair:
-            stair = step - step % self._stair
-            self._next_stair = stair + self._stair
+        stair = self._stairs.new_at(steps_done(trainer, pl_module))
+        if stair is not None:
             self._keep, self._threshold = self._keep_at(stair), self._threshold_at(stair)
             for gate, slots in self._slots:
                 slots.keep, slots.phase_factor = self._keep, self._factor_at(stair)

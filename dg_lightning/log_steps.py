@@ -36,7 +36,10 @@ def logged_step(trainer: Any) -> int:
 
 
 def logs_now(trainer: Any) -> bool:
-    """Tell whether what is logged in this batch of a training is seen by a logger."""
+    """Tell whether what is logged in this batch of a training is of use.
+
+    To a logger, or in the first batch of an epoch to those who monitor it.
+    """
     # The Trainer's own answer (`should_update_logs`), without asking which of its loops is running.
     loop, interval = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
     if loop.batch_idx <= 0:
@@ -89,9 +92,10 @@ def log_figures(trainer: Any, figures: Mapping[str, float], *, to_loggers: bool)
             logger.log_metrics(row, step=logged_step(trainer))
 
 
-def forget_logged(trainer: Any, keys: tuple[str, ...] = _OURS) -> None:
+def forget_logged(trainer: Any, *more: str) -> None:
     """Take values of the step before out of Lightning's results if loggers have seen them.
 
+    Those of callbacks, and of keys that begin with what is given.
     Call it when a batch starts, before anything is logged. Lightning keeps the values of a step and
     goes over all of them in every later one, about 10 µs for each: with all our callbacks a tenth
     of a small step.
@@ -105,5 +109,5 @@ def forget_logged(trainer: Any, keys: tuple[str, ...] = _OURS) -> None:
         return
     for metric in (trainer._results or {}).values():
         meta = metric.meta
-        if meta.on_step and not meta.on_epoch and meta.name.startswith(keys):
+        if meta.on_step and not meta.on_epoch and meta.name.startswith((*_OURS, *more)):
             metric.has_reset = True

@@ -27,9 +27,6 @@ from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedClassifier"]
 
-# Keys of single steps, of the module and of callbacks.
-_LOGGED = ("gates/", "collapse/", "train/loss", "train/task_loss", "train/aux_loss")
-
 
 class GatedClassifier(pl.LightningModule):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
@@ -212,7 +209,7 @@ class GatedClassifier(pl.LightningModule):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        forget_logged(self.trainer, _LOGGED)
+        forget_logged(self.trainer, "train/loss", "train/task_loss", "train/aux_loss")
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

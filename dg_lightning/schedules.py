@@ -17,11 +17,11 @@ __all__ = [
     "Phase",
     "Schedule",
     "Shape",
+    "Stairs",
     "ValueAt",
     "as_schedule",
     "check_duration",
     "joined",
-    "stair_of",
 ]
 
 Duration: TypeAlias = int | float | str
@@ -95,15 +95,28 @@ class Clock:
         return (step // self.steps_per_epoch + 1) * self.steps_per_epoch
 
 
-def stair_of(way: int) -> int:
-    """Return for how many steps a setting stays as it is while a schedule goes a way of so many.
+class Stairs:
+    """A long way in stairs, a thousand of them or more: to write a setting costs a launch.
 
-    To write it costs a launch, so a schedule goes its way in stairs: a thousand of them or more.
+    Args:
+        way: How many steps a schedule is on its way.
 
-    >>> stair_of(70_000), stair_of(1_999), stair_of(0)
-    (70, 1, 1)
+    >>> stairs = Stairs(3000)
+    >>> [stairs.new_at(step) for step in (0, 1, 2, 3, 7)]
+    [0, None, None, 3, 6]
     """
-    return max(1, way // 1000)
+
+    def __init__(self, way: int) -> None:
+        self.length = max(1, way // 1000)
+        self._next = 0
+
+    def new_at(self, step: int) -> int | None:
+        """Return the step that a new stair has begun with, None on one that is known."""
+        if step < self._next:
+            return None
+        begun = step - step % self.length
+        self._next = begun + self.length
+        return begun
 
 
 def check_duration(name: str, duration: Duration) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dg_lightning.schedules import Clock, Phase, Schedule, as_schedule, joined, stair_of
+from dg_lightning.schedules import Clock, Phase, Schedule, Stairs, as_schedule, joined
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_the_clock_of_a_trainer_counts_optimizer_steps() -> None:
 
 @pytest.mark.parametrize("way", [0, 1, 999, 1999, 2000, 98_765])
 def test_a_way_is_gone_in_a_thousand_stairs_or_more(way: int) -> None:
-    stair = stair_of(way)
+    stair = Stairs(way).length
     assert stair >= 1
     assert way // stair >= min(way, 1000)
     assert stair == 1 or way // stair < 2000  # and not in many more

@@ -28,40 +28,6 @@ def test_connections_move_on_schedule_and_their_number_stays(
     assert sum(min(count) for count in counts.values()) == round(0.3 * (12 * 16 + 16 * 4))
 
 
-def test_an_update_that_is_far_ahead_is_not_missed(tmp_path: Path) -> None:
-    rigl = RigL(0.7, every_n_steps=70, until=1.0, drop_shape="constant")
-    fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, max_epochs=13)  # of 12 steps
-    assert watch.changes() == [70, 140]
-
-
-def test_a_rule_that_hangs_on_the_training_is_asked_in_every_step(tmp_path: Path) -> None:
-    class Waits(RigL):
-        steps = 0
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.steps += 1
-
-        def changes_after(self, step: int, last: int) -> bool:
-            return self.steps == 17  # of which nobody can know ahead of time
-
-    rigl = Waits(0.7, every_n_steps=4, until=1.0)
-    fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path)
-    assert watch.changes() == [17]
-
-
-def test_connections_that_somebody_else_changes_stay_away(tmp_path: Path) -> None:
-    class Cuts(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            if trainer.global_step == 5:
-                for c in pruning.connections.values():
-                    half = torch.arange(c.mask.numel()).reshape(c.mask.shape) % 2 == 0
-                    c.change(half, trainer.optimizers[0])
-
-    pruning = MagnitudePruning(0.9, begin=20)  # whose layers are full until then
-    fit(Plain(), [pruning, Cuts(), watch := Watch(pruning)], tmp_path)  # looks at every step
-    assert 5 in watch.changes()
-
-
 def test_an_update_is_the_one_of_algorithm_2(tmp_path: Path) -> None:
     """Against a loop of our own, with plain torch and sorting."""
     rigl = RigL(0.6, every_n_steps=3, until=1.0, drop_fraction=0.4, drop_shape="constant", seed=5)
