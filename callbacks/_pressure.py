@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from dg_lightning.gates.decision import node_of, pull_at
 from dg_lightning.penalties import mean_rate
 from dg_lightning.protocol import GateLike, release
 from dg_lightning.recorded import Recorded
@@ -18,7 +19,7 @@ from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import mean_over_ranks, shards_parameters
 from ._logit_pull import LogitPull
-from ._ways import Pull, Way, ways_to
+from ._ways import Pull, nodes_of
 
 __all__ = ["Pressure"]
 
@@ -43,9 +44,10 @@ class Pressure:
         self.gates = gates
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
-        self._penalised: list[Tensor] = []
-        self._found: dict[str, Way] = {}
-        self._missing = 0  # gates that it has not passed by yet, in this batch
+        # What each gate had its last penalty for: the node that made its value, or the value. It is
+        # kept until the gate runs again, as the gate itself does; what a node has saved is gone.
+        self._penalised: list[Any] = []
+        self._reached: dict[int, bool] = {}  # whether the gradient of the loss gets to a gate
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         self._logits = LogitPull(list(gates.values()))
@@ -102,7 +104,6 @@ class Pressure:
         the same on all processes.
         """
         done, parts = self._penalised, trainer.accumulate_grad_batches
-        # Kept until the next time: the graph of a static gate is small.
         self._penalised = values = [gate.probability for gate in self._logits.gates]
         scales = []
         for index, slots in enumerate(self.slots(trainer)):
@@ -145,30 +146,32 @@ class Pressure:
             raise ValueError(
                 f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
             )
-        ways = self._ways_to_fresh_values(pl_module, loss)
-        if not ways:
+        gates = self.gates.values()
+        values: list[Any] = [g.probability if self.of == "p" else g.gate for g in gates]
+        made_by = [_origin(value) for value in values]
+        fresh = self._fresh(pl_module, loss, made_by)
+        if not fresh:
             return None
-        fresh = {name: self._value(name) for name in ways}
-        self._penalised += fresh.values()
         shares = self._shares(loss.device) if self.unit_costs else {}
-        values = [self._value(name) for name in self.gates]
         compute = partial(self._rates_and_pulls, trainer, gradient_of, shares, reduce)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if scaled or trainer.world_size > 1 or any(value is None for value in values):
             rates, pulls = compute(*values)
         else:
             rates, pulls = self._recorded(compute, [*shares.values(), *reads], values)
-        scale_of = self._scales(trainer, pl_module, fresh, weight)
-        beside = []
-        for name, value in fresh.items():
-            if ways[name] == "by":
-                self._pull(value, pulls[name], scale_of[name])
+        # With accumulation, a batch is a part of what the optimizer sees.
+        parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        slots, beside = self.slots(trainer), []
+        for index in fresh:
+            value, pull = values[index], pulls[index]
+            entries = value.numel() // pull.numel()
+            scale = weight * slots[index].factor / (entries * parts)
+            if self._reached[index] and made_by[index] is not value:
+                pull_at(made_by[index], pull, scale)
             else:
-                beside.append(name)
+                beside.append((value, pull * scale))
         if beside:
-            zero = Pull.apply(
-                [pulls[name] * scale_of[name] for name in beside], *(fresh[name] for name in beside)
-            )  # type: ignore[no-untyped-call]
+            zero = Pull.apply([pull for _, pull in beside], *(value for value, _ in beside))  # type: ignore[no-untyped-call]
             # Only a gradient is added: the value, which the last operation of the loss may need for
             # its own backward pass, stays as it is, and so does its version.
             with _unsafe_preserve_version_counter(loss):
@@ -183,7 +186,7 @@ class Pressure:
         shares: dict[str, Tensor],
         reduce: bool,
         *values: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the rates, and the derivative by the rate of each gate or of its blocks."""
         rates = torch.stack(
             [
@@ -198,60 +201,35 @@ class Pressure:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             gradient = scaler.scale(gradient)
-        pulls = dict(zip(self.gates, gradient.unbind(), strict=True))
-        return rates, {n: pull * shares[n] if n in shares else pull for n, pull in pulls.items()}
+        pulls = zip(self.gates, gradient.unbind(), strict=True)
+        return rates, [pull * shares[name] if name in shares else pull for name, pull in pulls]
 
-    def _value(self, name: str) -> Any:
-        """Return p or g of a gate's last forward pass."""
-        gate = self.gates[name]
-        return gate.probability if self.of == "p" else gate.gate
-
-    def _ways_to_fresh_values(self, pl_module: pl.LightningModule, loss: Tensor) -> dict[str, Way]:
-        """Find the gates that this loss is made of and that have had no penalty for it yet."""
-        done = self._penalised
-        fresh = {
-            name: value
-            for name in self.gates
-            if (value := self._value(name)) is not None
-            and value.requires_grad
-            and not (done and any(value is other for other in done))
-        }
-        if not pl_module.automatic_optimization:
-            ways = dict(zip(fresh, ways_to(loss, list(fresh.values())), strict=True))
-            # Gates that another loss is made of have their penalty with that one.
-            return {name: way for name, way in ways.items() if way != "no"}
-        if not fresh and not self._penalised:
+    def _fresh(self, pl_module: pl.LightningModule, loss: Tensor, made_by: list[Any]) -> list[int]:
+        """Find the gates that have run since they had their penalty last, and note them."""
+        self._check_that_it_acted()
+        last, by_hand = self._penalised, not pl_module.automatic_optimization
+        fresh = [
+            index
+            for index, origin in enumerate(made_by)
+            if origin is not None and not (last and origin is last[index])
+        ]
+        if not fresh and not by_hand:
             self._check_graph()
         # One loss a batch, made in the same way every time: it is looked through once.
-        new = {name: value for name, value in fresh.items() if name not in self._found}
-        if new:
-            self._found |= dict(zip(new, ways_to(loss, list(new.values())), strict=True))
-        return {name: self._found[name] for name in fresh}
-
-    def _pull(self, value: Tensor, pull: Tensor, scale: float) -> None:
-        """Add to the gradient of a value, when the backward pass comes by for the first time."""
-
-        def add(gradient: Tensor) -> Tensor:
-            handle.remove()
-            self._missing -= 1
-            return gradient.add(pull, alpha=scale)
-
-        handle = value.register_hook(add)
-        self._missing += 1
-
-    def _scales(
-        self, trainer: Any, pl_module: pl.LightningModule, values: dict[str, Tensor], weight: float
-    ) -> dict[str, float]:
-        """Return the weight of one entry of p: its part of the rate, with the gate's factors."""
-        # With accumulation, a batch is a part of what the optimizer sees.
-        parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        scales = {}
-        for name, slots in zip(self.gates, self.slots(trainer), strict=True):
-            if name in values:
-                value = values[name]
-                entries = value.numel() // (value.shape[-1] if name in self.unit_costs else 1)
-                scales[name] = weight * slots.factor / (entries * parts)
-        return scales
+        if by_hand or not all(index in self._reached for index in fresh):
+            nodes = nodes_of(loss)
+            for index in fresh:
+                if by_hand or index not in self._reached:
+                    origin = made_by[index]
+                    node = origin.grad_fn if isinstance(origin, Tensor) else origin
+                    self._reached[index] = node in nodes
+        if by_hand:  # gates that another loss is made of have their penalty with that one
+            fresh = [index for index in fresh if self._reached[index]]
+        if not last:
+            self._penalised = last = [None] * len(made_by)
+        for index in fresh:
+            last[index] = made_by[index]
+        return fresh
 
     def constant(self, name: str, values: list[float], device: torch.device) -> Tensor:
         """Return values as a tensor, which stays where it is when they change."""
@@ -264,20 +242,15 @@ class Pressure:
             self._constants[name] = kept = (values, kept[1])
         return kept[1]
 
-    def let_go(self) -> None:
-        """Let go of the graph of the last forward pass, and see that the penalty has acted."""
-        missing = self._missing
+    def end(self) -> None:
+        """See that the last penalty has acted, and let go of the graph."""
+        self._check_that_it_acted()
         self.forget()
-        if missing:
-            raise RuntimeError(
-                "The gradient of the loss did not come by the gates of this batch, so the penalty "
-                "could not act: let every training step use them, or none."
-            )
 
     def forget(self) -> None:
         """Let go of the graph of the last forward pass."""
         release(self.gates.values())
-        self._penalised, self._missing = [], 0
+        self._penalised = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph can be neither copied nor pickled, and slots belong to one Trainer.
@@ -289,6 +262,15 @@ class Pressure:
             for name, costs in self.unit_costs.items()
         }
 
+    def _check_that_it_acted(self) -> None:
+        # A tensor has no pulls: what is added beside a loss always acts.
+        if any(getattr(origin, "pulls", ()) for origin in self._penalised):
+            self.forget()
+            raise RuntimeError(
+                "The gradient of the loss did not come by the gates of this batch, so the penalty "
+                "could not act: let every training step use them, or none."
+            )
+
     def _check_graph(self) -> None:
         modules = [gate for gate in self.gates.values() if isinstance(gate, nn.Module)]
         ran = any(gate.probability is not None for gate in self.gates.values())
@@ -298,3 +280,13 @@ class Pressure:
                 "run passes under no_grad before the one of the loss, and checkpoint activations "
                 "with use_reentrant=False."
             )
+
+
+def _origin(value: Tensor | None) -> Any:
+    """Return the node that made a value if it can be pulled at, else the value; None for neither.
+
+    A node stays what it is when the value that it made is let go of.
+    """
+    if value is None or not value.requires_grad:
+        return None
+    return node_of(value) or value

@@ -1,14 +1,12 @@
-"""How the gradient of a loss gets to the values of gates, and how to add to it."""
+"""How a penalty gets to the values of gates: what a loss is made of, and a term to add to it."""
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["Pull", "Way", "ways_to"]
-
-Way: TypeAlias = Literal["by", "in", "no"]
+__all__ = ["Pull", "nodes_of"]
 
 
 class Pull(torch.autograd.Function):
@@ -28,21 +26,13 @@ class Pull(torch.autograd.Function):
         return (None, *((pull * grad_outputs[0]).expand(shape) for pull, shape in pulls))
 
 
-def ways_to(loss: Tensor, values: list[Tensor]) -> list[Way]:
-    """Tell for each value how the gradient of a loss gets to it.
-
-    It comes `by`; or it gets to the node only that made the value, as where a compiled net hands
-    out p beside the output that the loss is made of (`in`); or it does not get there (`no`).
-    """
-    edges, nodes, ahead = set(), set(), [(loss.grad_fn, loss.output_nr)]
+def nodes_of(loss: Tensor) -> set[Any]:
+    """Return the nodes of autograd's graph that the gradient of a loss gets to."""
+    nodes: set[Any] = set()
+    ahead = [loss.grad_fn]
     while ahead:
-        edge = ahead.pop()
-        if edge[0] is not None and edge not in edges:
-            edges.add(edge)
-            if edge[0] not in nodes:
-                nodes.add(edge[0])
-                ahead += edge[0].next_functions
-    return [
-        "by" if (v.grad_fn, v.output_nr) in edges else "in" if v.grad_fn in nodes else "no"
-        for v in values
-    ]
+        node = ahead.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return nodes

@@ -29,7 +29,7 @@ from ._pressure import Pressure
 
 __all__ = ["GatePenalty"]
 
-_EARLY, _LATE = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
+_EARLY, _LATE = ["on_before_backward"], ["on_after_backward"]
 
 
 @only_used_hooks
@@ -223,22 +223,14 @@ class GatePenalty(pl.Callback):
         )
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.pressure.end()
+
+    @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self.pressure.forget()
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if not self.pressure.later:
-            self.pressure.let_go()
 
     def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the usage term, as they are now, on a device."""

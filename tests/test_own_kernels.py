@@ -45,4 +45,4 @@ def test_one_that_runs_is_tried_once_a_device(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_triton_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dg_lightning.gates.floor_kernel", None)
-    assert kernel_on(CPU, "gates.floor_kernel", "with_floor", once) is None
+    assert kernel_on(CPU, "gates.floor_kernel", "decided_with_floor", once) is None

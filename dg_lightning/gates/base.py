@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from dg_lightning.gates.decision import decided
 from dg_lightning.gates.policies import (
     Policy,
-    deployed,
     logit_for,
     open_probability,
     sampled,
@@ -154,19 +154,25 @@ class Gate(nn.Module, ABC):
     def decide(self, h: Tensor) -> Tensor:
         """Return g, one entry per block; leave it and its p behind."""
         with torch.autocast(h.device.type, enabled=False):
-            z = self.logits(h if self.reads_half else _widened(h)) / self.temperature
-            p = open_probability(z, self.policy)
+            z = self.logits(h if self.reads_half else _widened(h))
             if not self.training or self.policy in ("threshold", "top_k"):
-                g = deployed(p, self.threshold, self.k, self._floor)
-            elif self.policy == "soft":
-                g = p
-            else:  # one draw per sample, also where all samples share one probability
-                g = sampled(z, p.expand(*h.shape[:-1], -1), self.policy)
-                if self._floor:
-                    forced = top_k_mask(p, self._floor) & (g == 0)
-                    g = torch.where(forced, straight_through(torch.ones_like(g), p), g)
+                settings = self.temperature, self.threshold
+                p, g = decided(z, *settings, self.policy, self.k, self._floor)
+            else:
+                z = z / self.temperature
+                p = g = open_probability(z, self.policy)
+                if self.policy != "soft":
+                    g = self._drawn(z, p, samples=h.shape[:-1])
         self.probability, self.gate = p, g
         return g
+
+    def _drawn(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
+        """Return one draw per sample, also where all samples share one probability."""
+        g = sampled(z, p.expand(*samples, -1), self.policy)
+        if not self._floor:
+            return g
+        forced = top_k_mask(p, self._floor) & (g == 0)
+        return torch.where(forced, straight_through(torch.ones_like(g), p), g)
 
     def per_unit(self, per_block: Tensor) -> Tensor:
         """Repeat a value per block for each of the block's units."""

@@ -1,32 +1,39 @@
-"""A Triton kernel for the decision of gates with a floor: one launch in place of four."""
+"""A Triton kernel for the decision of gates with a floor: one launch in place of six."""
 
+import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-__all__ = ["with_floor"]
+__all__ = ["decided_with_floor"]
 
 _WIDEST = 8192
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # To launch what is compiled already takes half the time of Triton's look at all arguments. In older
 # versions, and in the interpreter, it goes differently.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-_LAUNCHES_DIRECTLY = _VERSION >= (3, 6) and not triton.knobs.runtime.interpret
+_LAUNCHES_DIRECTLY = _VERSION >= (3, 6) and not _INTERPRETED.value
 _compiled: dict[Any, Any] = {}
 
 
 @triton.jit
-def _decide(p, threshold, hard, width, floor, WIDTH: tl.constexpr):
+def _decide(z, temperature, threshold, p, hard, width, floor, WIDTH: tl.constexpr):
     """Open the units of a row that are above the threshold, and the `floor` largest."""
     unit = tl.arange(0, WIDTH)
     inside = unit < width
     here = tl.program_id(0).to(tl.int64) * width + unit
-    value = tl.load(p + here, mask=inside, other=-1.0)
+    scaled = tl.div_rn(tl.load(z + here, mask=inside, other=0.0), tl.load(temperature))
+    # Triton's own exponential is less exact than torch's; the interpreter has no other.
+    power = tl.exp(-scaled) if _INTERPRETED else libdevice.exp(-scaled)
+    value = tl.div_rn(1.0, 1.0 + power)
+    tl.store(p + here, value, mask=inside)
     # The bits of floats that are not negative have their order: the last one that is in is found
     # bit by bit, from the highest on. What lies outside of the row is negative.
-    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where(inside, value.to(tl.int32, bitcast=True), -1)
     last = 0
     for place in range(31):
         higher = last | (1 << (30 - place))
@@ -38,26 +45,34 @@ def _decide(p, threshold, hard, width, floor, WIDTH: tl.constexpr):
     tl.store(hard + here, is_open.to(tl.float32), mask=inside)
 
 
-def with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
-    """Return 1 where p is above the threshold or among the `floor` largest of its row, else 0.
+def decided_with_floor(
+    z: Tensor, temperature: Tensor, threshold: Tensor, floor: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return p, and 1 where it is above the threshold or among the `floor` largest of its row.
 
     Of equal ones the first win. None where the kernel does not do it: then torch must.
     """
-    width = p.shape[-1]
-    if p.dtype != torch.float32 or width > _WIDEST or not p.is_contiguous():
+    width, tensors = z.shape[-1], (z, temperature, threshold)
+    if width > _WIDEST or any(tensor.dtype != torch.float32 for tensor in tensors):
         return None
-    hard = torch.empty_like(p)
-    grid = (p.numel() // width, 1, 1)
-    arguments = p, threshold, hard, width, floor, triton.next_power_of_2(width)
-    with torch.cuda.device_of(p):  # where kernels are launched
-        # What Triton has compiled holds for pointers that are aligned as those were.
-        aligned = (p.data_ptr() | threshold.data_ptr() | hard.data_ptr()) % 16 == 0
-        key = (width, floor, p.device, threshold.dtype)
-        compiled = _compiled.get(key) if aligned else None
-        if compiled is not None:
-            compiled[grid](*arguments)
-            return hard
-        compiled = _decide[grid](*arguments, num_warps=4 if width <= 2048 else 8)
+    if not z.is_contiguous():
+        return None
+    p, hard = torch.empty_like(z), torch.empty_like(z)
+    tensors = (*tensors, p, hard)
+    grid = (z.numel() // width, 1, 1)
+    rest = width, floor, triton.next_power_of_2(width)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    # What Triton has compiled holds for pointers that are aligned as those were, and is launched on
+    # the device of now.
+    aligned = not any(address % 16 for address in addresses)
+    key = (width, floor, z.device)
+    compiled = _compiled.get(key) if aligned else None
+    if compiled is not None and z.device.index == torch.cuda.current_device():
+        # By their addresses: tensors would be looked up, one by one.
+        compiled[grid](*addresses, *rest)
+        return p, hard
+    with torch.cuda.device_of(z):
+        compiled = _decide[grid](*tensors, *rest, num_warps=4 if width <= 2048 else 8)
         if aligned and _LAUNCHES_DIRECTLY:
             _compiled[key] = compiled
-    return hard
+    return p, hard

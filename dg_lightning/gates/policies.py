@@ -4,16 +4,16 @@ Pure functions of tensors. `z` is the logit already divided by the temperature.
 """
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
-
-from dg_lightning.own_kernels import kernel_on
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = [
     "Policy",
     "deployed",
+    "is_plain",
     "logit_for",
     "open_probability",
     "raised",
@@ -88,12 +88,10 @@ def deployed(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Ten
 
     The `floor` largest are open in any case.
     """
-    hard = _with_floor(p.detach(), threshold, floor) if floor and k is None else None
-    if hard is None:
-        is_open = p > threshold if k is None else top_k_mask(p, k)
-        if floor > (k or 0):
-            is_open = raised(is_open, p, floor)
-        hard = is_open.to(p.dtype)
+    is_open = p > threshold if k is None else top_k_mask(p, k)
+    if floor > (k or 0):
+        is_open = raised(is_open, p, floor)
+    hard = is_open.to(p.dtype)
     return straight_through(hard, p) if p.requires_grad else hard
 
 
@@ -113,25 +111,13 @@ def raised(is_open: Tensor, p: Tensor, floor: int) -> Tensor:
     return is_open
 
 
-def _with_floor(p: Tensor, threshold: Tensor, floor: int) -> Tensor | None:
-    """Return the hard gate by a kernel, where there is one for it."""
-    if not p.is_cuda or not is_plain(p):
-        return None
-    kernel = kernel_on(p.device, "gates.floor_kernel", "with_floor", _try_floor)
-    found: Tensor | None = None if kernel is None else kernel(p, threshold, floor)
-    return found
-
-
 def is_plain(p: Tensor) -> bool:
     """Tell whether a tensor is one in memory, which a kernel can read."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    wrapped = type(p) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(p)
-    return not wrapped and p.numel() > 0
-
-
-def _try_floor(with_floor: Any, device: torch.device) -> None:
-    with_floor(torch.zeros(2, device=device), torch.zeros((), device=device), 1)
+    if type(p) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(p) and p.numel() > 0
 
 
 def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:

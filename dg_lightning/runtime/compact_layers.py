@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.gates import DynamicGate, Gate
-from dg_lightning.gates.policies import deployed, logit_for, open_probability
+from dg_lightning.gates.decision import decided
+from dg_lightning.gates.policies import logit_for
 from dg_lightning.layers import GatedLinear, GatedMLP
 from dg_lightning.runtime.plain import GatedStep, build
 
@@ -239,9 +240,10 @@ class Steps:
 def static_mask(gate: Gate) -> Tensor:
     """Return which units a static gate has open when deployed."""
     h = torch.zeros(1, device=gate.temperature.device)  # it does not look
-    p = open_probability(gate.logits(h) / gate.temperature, gate.policy)
-    is_open = deployed(p, gate.threshold, gate.k, gate._floor) != 0
-    return is_open.cpu().repeat_interleave(gate.block_size)
+    _, g = decided(
+        gate.logits(h), gate.temperature, gate.threshold, gate.policy, gate.k, gate._floor
+    )
+    return (g != 0).cpu().repeat_interleave(gate.block_size)
 
 
 def _at_least(wanted: Tensor, multiple: int) -> Tensor:

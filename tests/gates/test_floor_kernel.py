@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from dg_lightning.gates.policies import deployed, top_k_mask
+from dg_lightning.gates.decision import decided
+from dg_lightning.gates.policies import top_k_mask
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,40 +29,46 @@ def test_without_a_gpu_it_is_interpreted() -> None:
 @pytest.mark.parametrize("shape", [(1,), (5,), (64,), (3, 17), (4, 128), (2, 3, 33), (2, 1100)])
 @pytest.mark.parametrize("floor", [1, 2, 5])
 def test_it_opens_what_torch_opens(shape: tuple[int, ...], floor: int) -> None:
-    from dg_lightning.gates.floor_kernel import with_floor
+    from dg_lightning.gates.floor_kernel import decided_with_floor
 
     floor = min(floor, shape[-1])
     generator = torch.Generator().manual_seed(floor)
-    threshold = torch.tensor(0.9, device=DEVICE)
-    drawn = torch.rand(shape, generator=generator)
+    temperature, threshold = torch.tensor([0.7, 0.9], device=DEVICE).unbind()
+    drawn = torch.randn(shape, generator=generator) * 3
     # With ties, with all equal, with what sigmoid rounds to 0 and 1.
-    for p in (drawn, (drawn * 4).round() / 4, torch.full(shape, 0.3), drawn.round()):
-        p = p.to(DEVICE)
-        expected = top_k_mask(p.cpu(), floor, into=p.cpu() > 0.9)
-        found = with_floor(p, threshold, floor)
+    for z in (drawn, drawn.round(), torch.full(shape, 0.3), drawn.sign() * 200):
+        z = z.to(DEVICE)
+        found = decided_with_floor(z, temperature, threshold, floor)
         assert found is not None
-        assert torch.equal(found.cpu(), expected.float())
+        p, g = (tensor.cpu() for tensor in found)
+        expected = torch.sigmoid(z / temperature)
+        # The interpreter has no exponential but Triton's own.
+        torch.testing.assert_close(p, expected.cpu(), rtol=2e-6 if INTERPRETED else 0, atol=0)
+        assert torch.equal(g, top_k_mask(p, floor, into=p > threshold.cpu()).float())
 
 
 @here
 def test_what_it_does_not_do_is_left_to_torch() -> None:
-    from dg_lightning.gates.floor_kernel import with_floor
+    from dg_lightning.gates.floor_kernel import decided_with_floor
 
-    threshold = torch.tensor(0.5, device=DEVICE)
-    for p in (
-        torch.rand(4, 8, device=DEVICE, dtype=torch.float64),
-        torch.rand(8, 4, device=DEVICE).T,
-        torch.rand(2, 9000, device=DEVICE),
+    temperature, threshold = torch.tensor([1.0, 0.5], device=DEVICE).unbind()
+    for z in (
+        torch.randn(4, 8, device=DEVICE, dtype=torch.float64),
+        torch.randn(8, 4, device=DEVICE).T,
+        torch.randn(2, 9000, device=DEVICE),
     ):
-        assert with_floor(p, threshold, 2) is None
-        assert (deployed(p, threshold, None, 2).sum(-1) >= 2).all()
+        assert decided_with_floor(z, temperature, threshold, 2) is None
+        _, g = decided(z, temperature, threshold, "threshold", None, 2)
+        assert (g.sum(-1) >= 2).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 def test_a_gate_on_a_gpu_uses_it_and_passes_the_gradient_of_p() -> None:
-    p = torch.rand(6, 40, device="cuda", requires_grad=True)
-    g = deployed(p, torch.tensor(0.95, device="cuda"), None, 4)
+    temperature, threshold = torch.tensor([0.7, 0.95], device="cuda").unbind()
+    z = torch.randn(6, 40, device="cuda", requires_grad=True)
+    p, g = decided(z, temperature, threshold, "threshold", None, 4)
     expected = top_k_mask(p.cpu(), 4, into=p.detach().cpu() > 0.95)
     assert torch.equal(g.detach().cpu() != 0, expected)
     (g * 3).sum().backward()
-    torch.testing.assert_close(p.grad, torch.full_like(p, 3.0))
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad, 3 * (p * (1 - p)).detach() / 0.7)
