@@ -1,7 +1,7 @@
 """What the sparse callbacks share: masks that hold in every step, and change when they are due."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,14 +13,20 @@ from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
 from dg_lightning.log_steps import is_logged, log_figures, steps_done
-from dg_lightning.rewiring import WEIGHT_BY_WEIGHT, Connections, GradientMask
+from dg_lightning.rewiring import (
+    WEIGHT_BY_WEIGHT,
+    Connections,
+    GradientMask,
+    change_all,
+    read_news,
+)
 from dg_lightning.schedules import Clock
 from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
 
-__all__ = ["Sparse", "all_finite"]
+__all__ = ["Sparse", "all_finite", "all_finite_later"]
 
 _LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
 
@@ -37,6 +43,11 @@ def all_finite(values: Iterable[Tensor]) -> bool:
     if all(map(math.isfinite, torch.stack(sums).tolist())):
         return True
     return all(bool(value.isfinite().all()) for value in values)
+
+
+def all_finite_later(values: Sequence[Tensor]) -> Tensor:
+    """Return whether every entry of all tensors is a number, as a bool on their device."""
+    return torch.stack(torch._foreach_norm(list(values), math.inf)).isfinite().all()
 
 
 class Sparse(MaskedLayers):
@@ -74,6 +85,17 @@ class Sparse(MaskedLayers):
     ) -> dict[Connections, Tensor]:
         """Return the new masks of layers, after the optimizer's step."""
         return {}
+
+    def only_if(self, trainer: Any, due: list[Connections]) -> Tensor | None:
+        """Return on what a change hangs that is known on the device only; None for nothing.
+
+        It takes the place of the look at gradients before the step, which waits for the device.
+        """
+        return None
+
+    def checks_later(self, trainer: Any) -> bool:
+        """Tell whether gradients are looked at after the step, see `only_if`."""
+        return False
 
     def see_gradients(
         self, trainer: Any, optimizer: Optimizer, mine: list[Connections], due: list[Connections]
@@ -129,8 +151,11 @@ class Sparse(MaskedLayers):
         self._step = step
         self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
         self._look_at = step + 1 if self._due or self.sees_all_gradients else self._next_change()
-        if self._due and not all_finite(g for c in self._due if (g := c.weight.grad) is not None):
-            self._leave_out()
+        if self._due:
+            self._warn_of_left_out()
+            gradients = (g for c in self._due if (g := c.weight.grad) is not None)
+            if not self.checks_later(trainer) and not all_finite(gradients):
+                self._leave_out()
         if self._due or self.sees_all_gradients:
             self.see_gradients(trainer, optimizer, mine, self._due)
         if self._due:
@@ -162,13 +187,20 @@ class Sparse(MaskedLayers):
     def _leave_out(self) -> None:
         """Make no change after this step."""
         if not self.puts_off:
-            rank_zero_warn(
-                f"{type(self).__name__} leaves the update of step {self._step} out: a gradient is "
-                "not finite."
-            )
             for c in self._due:
-                c.changed_at = self._step
+                c.changed_at, c.left_out = self._step, True
+            self._warn_of_left_out()
         self._due = []
+
+    def _warn_of_left_out(self) -> None:
+        left_out = [c for c in self.connections.values() if c.left_out]
+        if left_out:
+            rank_zero_warn(
+                f"{type(self).__name__} leaves the update of step {left_out[0].changed_at} out: a "
+                "gradient or a weight is not finite."
+            )
+        for c in left_out:
+            c.left_out = False
 
     def _clean(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Clean up after a step of an optimizer that may not have left missing connections at 0."""
@@ -186,9 +218,10 @@ class Sparse(MaskedLayers):
 
     def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         due, self._due = self._due, []
+        only_if = self.only_if(trainer, due)
         masks = self.new_masks(trainer, self._step, due)
-        for c, mask in masks.items():
-            c.change(mask, optimizer)
+        change_all(masks, optimizer, only_if)
+        for c in masks:
             c.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
@@ -218,6 +251,8 @@ class Sparse(MaskedLayers):
         seen = self._logged_at == changed_at
         logged = not seen and is_logged(trainer, pl_module)
         if logged or batch_idx == 0:
+            read_news(self.connections.values())
+            self._warn_of_left_out()
             figures = {
                 f"rewire/{key}/{name}": value
                 for name, c in self.connections.items()

@@ -15,7 +15,7 @@ from dg_lightning.step_hooks import only_used_hooks, use_hooks
 from ._agreement import mean_over_ranks
 from ._masked_layers import Initial
 from ._rewiring import DropShape, Rewiring
-from ._sparse import all_finite
+from ._sparse import all_finite, all_finite_later
 
 __all__ = ["RigL"]
 
@@ -189,6 +189,21 @@ class RigL(Rewiring):
                 self._means[c.name] = mean.lerp_(gradient, 1 - self.mean_decay)
 
     @override
+    def checks_later(self, trainer: Any) -> bool:
+        # Not where a step may be left out because of its gradients, or its own update counts.
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        on_gpu = all(c.weight.is_cuda for c in self.connections.values())
+        return on_gpu and not scaled and not self.skip_optimizer_step and self.grow == "gradient"
+
+    @override
+    @torch.no_grad()
+    def only_if(self, trainer: Any, due: list[Connections]) -> Tensor | None:
+        weights = [c.weight.detach() for c in self._scores]
+        if not weights or not self.checks_later(trainer):
+            return None
+        return all_finite_later([*self._scores.values(), *weights])
+
+    @override
     @torch.no_grad()
     def new_masks(
         self, trainer: Any, step: int, due: list[Connections]
@@ -199,7 +214,7 @@ class RigL(Rewiring):
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
         masks = {c: c.mask for c in due if c.full}
         keeps = {c: c.weight.detach().abs() for c in self._scores}
-        fine = all_finite(keeps.values())
+        fine = self.checks_later(trainer) or all_finite(keeps.values())
         for c, grow in self._scores.items():
             keep = keeps[c]
             if not fine and not all_finite([keep]):

@@ -153,18 +153,24 @@ class Gate(nn.Module, ABC):
 
     def decide(self, h: Tensor) -> Tensor:
         """Return g, one entry per block; leave it and its p behind."""
-        with torch.autocast(h.device.type, enabled=False):
-            z = self.logits(h if self.reads_half else _widened(h))
-            if not self.training or self.policy in ("threshold", "top_k"):
-                settings = self.temperature, self.threshold
-                p, g = decided(z, *settings, self.policy, self.k, self._floor)
-            else:
-                z = z / self.temperature
-                p = g = open_probability(z, self.policy)
-                if self.policy != "soft":
-                    g = self._drawn(z, p, samples=h.shape[:-1])
-        self.probability, self.gate = p, g
+        if torch.is_autocast_enabled(h.device.type):  # it takes long to say that it is off
+            with torch.autocast(h.device.type, enabled=False):
+                p, g = self._decided(h)
+        else:
+            p, g = self._decided(h)
+        if torch.compiler.is_compiling():
+            self.probability, self.gate = p, g
+        else:  # a module takes long to set an attribute
+            vars(self).update(probability=p, gate=g)
         return g
+
+    def _decided(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        z, temperature = self.logits(h if self.reads_half else _widened(h)), self.temperature
+        if not self.training or self.policy in ("threshold", "top_k"):
+            return decided(z, temperature, self.threshold, self.policy, self.k, self._floor)
+        z = z / temperature
+        p = open_probability(z, self.policy)
+        return p, p if self.policy == "soft" else self._drawn(z, p, samples=h.shape[:-1])
 
     def _drawn(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
         """Return one draw per sample, also where all samples share one probability."""

@@ -18,6 +18,9 @@ def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     A gate reads all inputs to make few decisions, so its time is that of reading them; in float32
     they are twice as many bytes, and a copy must be written first.
     """
+    if h.dtype == linear.weight.dtype:
+        same: Tensor = linear(h)
+        return same
     splits = _HAS_WIDE_PRODUCTS and h.is_cuda and h.dtype == torch.bfloat16
     if splits and linear.weight.dtype == torch.float32 and not torch.compiler.is_compiling():
         product: Tensor = _SplitProduct.apply(h.flatten(0, -2), linear.weight)  # type: ignore[no-untyped-call]

@@ -2,8 +2,10 @@
 
 from .connections import (
     Connections,
+    change_all,
     generator_for,
     initial_mask,
+    read_news,
     sparse_layers,
 )
 from .densities import Distribution, densities
@@ -29,6 +31,7 @@ __all__ = [
     "OpenRates",
     "Structure",
     "announce_masks",
+    "change_all",
     "densities",
     "forget_masks",
     "generator_for",
@@ -39,6 +42,7 @@ __all__ = [
     "largest_mask",
     "masks_of_pruned",
     "parameter_slots",
+    "read_news",
     "reset_slots",
     "rewired",
     "saved_masks",

@@ -1,7 +1,7 @@
 """The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 from zlib import crc32
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dg_lightning.protocol import matching, plain_name
 
-from .optimizer_slots import reset_slots
+from .optimizer_slots import reset_slots, slots_to_keep
 from .selection import counted
 from .structures import Structure
 from .update import largest_mask
@@ -19,9 +19,11 @@ from .zeroing import keep_only
 
 __all__ = [
     "Connections",
+    "change_all",
     "generator_for",
     "initial_mask",
     "packed",
+    "read_news",
     "sparse_layers",
     "unpacked",
 ]
@@ -54,6 +56,7 @@ class Connections:
         (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
         self.changes = 0  # how often they were
+        self.left_out = False  # whether the last time was left out, as far as it is known by now
         self._churn = 0.0
         self._news: Tensor | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
@@ -76,11 +79,14 @@ class Connections:
 
     def _read_news(self) -> None:
         """Take in what the last change has counted on a GPU, which is waited for here."""
-        if self._news is None:
-            return
-        news, self._news = self._news.cpu(), None
+        if self._news is not None:
+            read_news([self])
+
+    def _take_in_news(self, news: Tensor) -> None:
+        self._news = None
         rows, columns = self.mask.flatten(1).shape
-        counts, ends, sample = news.tensor_split((16, 16 + columns + rows))
+        counts, made, ends, sample = news.tensor_split((16, 17, 17 + columns + rows))
+        self.left_out = not made.item()
         self._take_in(counts.view(torch.int64).tolist(), sample)
         self._dead_ends = [len(each) - counted(each)[0] for each in ends.split((columns, rows))]
 
@@ -119,25 +125,29 @@ class Connections:
         self.apply()
         reset_slots(optimizer, self.weight, but=self.mask)
 
-    @torch.no_grad()
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
-        if mask is self.mask:  # nothing has changed
-            return
+        change_all({self: mask}, optimizer)
+
+    def _take(self, mask: Tensor, only_if: Tensor | None) -> Tensor:
+        """Take a new mask, and return where it is as before."""
         self._read_news()
         self.changes += 1
+        if only_if is not None:
+            mask = torch.where(only_if, mask, self.mask)
         same = mask == self.mask
         self.mask.copy_(mask)
-        self._dead_ends = None
+        self._dead_ends, self.left_out = None, False
         if _counts_later(mask):  # all that is asked of it at once: nothing waits for it here
             counts = torch.stack((mask.flatten(), same.flatten())).sum(1)
+            made = same.new_ones(1) if only_if is None else only_if.view(1)
             sample = self._sample().view(torch.uint8)
-            self._news = torch.cat((counts.view(torch.uint8), *self._live_ends(), sample))
+            parts = counts.view(torch.uint8), made.view(torch.uint8), *self._live_ends(), sample
+            self._news = torch.cat(parts)
         else:
+            self.left_out = only_if is not None and not only_if
             self._take_in(counted(mask, same), self._sample())
-        keep_only([(self.weight, same)])
-        if optimizer is not None:
-            reset_slots(optimizer, self.weight, but=same)
+        return same
 
     def figures(self) -> dict[str, float]:
         """Return what is logged of a layer.
@@ -188,6 +198,37 @@ class Connections:
         self._churn, self._news, self._dead_ends = state["churn"], None, None
         self.changed_at = state["changed_at"]
         self.apply()
+
+
+@torch.no_grad()
+def change_all(
+    masks: Mapping[Connections, Tensor], optimizer: Optimizer | None, only_if: Tensor | None = None
+) -> None:
+    """Give layers new masks: what is new or gone starts at 0, what stays is not touched.
+
+    Args:
+        masks: The new masks.
+        optimizer: Whose slots start anew.
+        only_if: A bool on the device of the layers; if it is not set, nothing changes.
+    """
+    kept: list[tuple[Tensor, Tensor]] = []
+    for c, mask in masks.items():
+        if mask is not c.mask:
+            same = c._take(mask, only_if)
+            kept.append((c.weight, same))
+            if optimizer is not None:
+                kept += slots_to_keep(optimizer, c.weight, but=same)
+    keep_only(kept)
+
+
+def read_news(connections: Iterable[Connections]) -> None:
+    """Read what was counted on a GPU when layers were changed; waits for it once."""
+    unread = [(c, c._news) for c in connections if c._news is not None]
+    if unread:
+        together = torch.cat([news for _, news in unread]).cpu()
+        parts = together.split([len(news) for _, news in unread])
+        for (c, _), news in zip(unread, parts, strict=True):
+            c._take_in_news(news.clone())  # where numbers of eight bytes may begin
 
 
 def _counts_later(mask: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .zeroing import keep_only
 
-__all__ = ["WEIGHT_BY_WEIGHT", "parameter_slots", "reset_slots"]
+__all__ = ["WEIGHT_BY_WEIGHT", "parameter_slots", "reset_slots", "slots_to_keep"]
 
 # Those that leave a weight of 0 alone whose gradient and slots are 0; a subclass may not.
 WEIGHT_BY_WEIGHT = frozenset(
@@ -27,6 +27,18 @@ WEIGHT_BY_WEIGHT = frozenset(
         torch.optim.RAdam,
         torch.optim.RMSprop,
         torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+# Of these it is known that all slots are 0 then.
+START_AT_ZERO = frozenset(
+    {
+        torch.optim.Adadelta,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
         torch.optim.SGD,
     }
 )
@@ -53,14 +65,21 @@ def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, but: Tensor) -> N
     >>> optimizer.state[weight]["momentum_buffer"].tolist()
     [0.0, 1.0]
     """
+    keep_only(slots_to_keep(optimizer, parameter, but))
+
+
+def slots_to_keep(
+    optimizer: Optimizer, parameter: nn.Parameter, but: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Do the same, but return the slots that become 0 with what stays, for `keep_only`."""
     slots = dict(parameter_slots(optimizer, parameter))
-    if not slots:
-        return
+    if not slots or type(optimizer) in START_AT_ZERO:
+        return [(slot, but) for slot in slots.values()]
     fresh = _fresh_slots(optimizer, parameter)
-    keep_only((slot, but) for name, slot in slots.items() if not fresh.get(name))
     for name, slot in slots.items():
         if fresh.get(name):
             slot.masked_fill_(~but, fresh[name])
+    return [(slot, but) for name, slot in slots.items() if not fresh.get(name)]
 
 
 def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:

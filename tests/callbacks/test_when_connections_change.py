@@ -4,10 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from sparse_nets import Plain, Watch, fit
 
 from dg_lightning.callbacks import MagnitudePruning, RigL
+from dg_lightning.callbacks._sparse import all_finite_later  # type: ignore[import-not-found]
+from dg_lightning.rewiring import connections as connections_module
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 
 
 def test_an_update_that_is_far_ahead_is_not_missed(tmp_path: Path) -> None:
@@ -42,3 +48,43 @@ def test_connections_that_somebody_else_changes_stay_away(tmp_path: Path) -> Non
     pruning = MagnitudePruning(0.9, begin=20)  # whose layers are full until then
     fit(Plain(), [pruning, Cuts(), watch := Watch(pruning)], tmp_path)  # looks at every step
     assert 5 in watch.changes()
+
+
+@each_device
+def test_what_is_not_finite_is_found_on_the_device(device: str) -> None:
+    fine = [torch.full((3, 5), 3e38, device=device), torch.zeros(7, device=device)]
+    assert all_finite_later(fine)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        for place in range(2):
+            values = [value.clone() for value in fine]
+            values[place].view(-1)[4] = wrong
+            assert not all_finite_later(values)
+
+
+@each_device
+def test_an_update_that_is_left_out_is_told_of_when_it_is_known(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":  # as on a GPU, where nothing waits to see whether gradients are finite
+        monkeypatch.setattr(connections_module, "_counts_later", lambda _: True)
+        monkeypatch.setattr(RigL, "checks_later", lambda *_: True)
+
+    class Breaks(Plain):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.global_step + 1 == 8:  # so that the weights stay as they are
+                for p in self.parameters():
+                    p.grad = torch.zeros_like(p)
+
+    class Overflows(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, _: Any) -> None:
+            if trainer.global_step + 1 == 8:
+                pl_module.net[2].weight.grad[0, 0] = torch.nan
+
+    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    callbacks = [Overflows(), rigl, watch := Watch(rigl)]
+    with pytest.warns(UserWarning, match="RigL leaves the update of step 8 out: a gradient or a"):
+        fit(Breaks(), callbacks, tmp_path, accelerator=device, max_epochs=1, logger=True)
+    assert watch.changes() == [4]  # not 8, and 12 is the end
+    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, accelerator=device, max_epochs=1)
+    assert watch.changes() == [4, 8]
