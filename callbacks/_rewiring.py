@@ -9,7 +9,7 @@ from dg_lightning.rewiring import Connections, Distribution, rewired
 from dg_lightning.schedules import Clock, Duration, Schedule, check_duration
 
 from ._masked_layers import Initial
-from ._sparse import Sparse
+from ._sparse import LOOK_AHEAD, Sparse
 
 __all__ = ["DropShape", "Rewiring"]
 
@@ -69,6 +69,15 @@ class Rewiring(Sparse):
     def changes_after(self, step: int, last: int) -> bool:
         due = step // self.every_n_steps > last // self.every_n_steps
         return due and step < self._until
+
+    @override
+    def next_change(self) -> int:
+        if type(self).changes_after is not Rewiring.changes_after:
+            return super().next_change()
+        latest = min(c.changed_at for c in self.connections.values())
+        due = max(self._step + 1, self.every_n_steps * (latest // self.every_n_steps + 1))
+        furthest = self._step + LOOK_AHEAD
+        return min(due, furthest) if due < self._until else furthest
 
     def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
         """Return the new mask of a layer, from scores for keeping and for growing."""

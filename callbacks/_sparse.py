@@ -26,9 +26,9 @@ from dg_lightning.step_hooks import use_hooks
 from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
 
-__all__ = ["Sparse", "all_finite", "all_finite_later"]
+__all__ = ["LOOK_AHEAD", "Sparse", "all_finite", "all_finite_later"]
 
-_LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
+LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
 
 
 def all_finite(values: Iterable[Tensor]) -> bool:
@@ -47,7 +47,8 @@ def all_finite(values: Iterable[Tensor]) -> bool:
 
 def all_finite_later(values: Sequence[Tensor]) -> Tensor:
     """Return whether every entry of all tensors is a number, as a bool on their device."""
-    return torch.stack(torch._foreach_norm(list(values), math.inf)).isfinite().all()
+    largest = torch.stack(torch._foreach_norm(list(values), math.inf)).amax()
+    return largest < math.inf  # which what is not a number is not
 
 
 class Sparse(MaskedLayers):
@@ -71,6 +72,7 @@ class Sparse(MaskedLayers):
         self._step = 0
         self._look_at = 0  # the next step that may be followed by a change
         self._logged_at = -1
+        self._logs_next = False  # in the next batch, when nothing has to be waited for
 
     def changes_after(self, step: int, last: int) -> bool:
         """Tell whether a layer changes after this optimizer step, counted from 1.
@@ -126,7 +128,7 @@ class Sparse(MaskedLayers):
             rank_zero_warn(warning)
         if trainer.global_step == 0:
             self.start_anew()
-        self._logged_at = -1
+        self._logged_at, self._logs_next = -1, False
         self._log_figures(True)
         self._mine, self._look_at = {}, 0
 
@@ -150,7 +152,7 @@ class Sparse(MaskedLayers):
             self._changing = None
         self._step = step
         self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
-        self._look_at = step + 1 if self._due or self.sees_all_gradients else self._next_change()
+        self._look_at = step + 1 if self._due or self.sees_all_gradients else self.next_change()
         if self._due:
             self._warn_of_left_out()
             gradients = (g for c in self._due if (g := c.weight.grad) is not None)
@@ -161,14 +163,14 @@ class Sparse(MaskedLayers):
         if self._due:
             self._change_after_step(trainer, pl_module, optimizer)
 
-    def _next_change(self) -> int:
+    def next_change(self) -> int:
         """Return the next step after which a layer may change, or a later one than looked at."""
         if not type(self).changes_after.__module__.startswith("dg_lightning."):
             return self._step + 1  # somebody's own rule may hang on what is not known yet
         lasts = {c.changed_at for c in self.connections.values()}
-        ahead = range(self._step + 1, self._step + _LOOK_AHEAD)
+        ahead = range(self._step + 1, self._step + LOOK_AHEAD)
         found = (s for s in ahead if any(self.changes_after(s, last) for last in lasts))
-        return next(found, self._step + _LOOK_AHEAD)
+        return next(found, self._step + LOOK_AHEAD)
 
     def _mask_of(self, optimizer: Optimizer) -> GradientMask:
         """Return the mask of the layers that an optimizer steps; they may become more later on."""
@@ -249,19 +251,31 @@ class Sparse(MaskedLayers):
         # They are new when an epoch begins and after a change, and loggers see them once.
         changed_at = max(c.changed_at for c in self.connections.values())
         seen = self._logged_at == changed_at
-        logged = not seen and is_logged(trainer, pl_module)
+        logged = self._logs_next or (not seen and is_logged(trainer, pl_module))
+        if logged and not self._logs_next and any(c.has_news for c in self.connections.values()):
+            self._logs_next = True
+            return
         if logged or batch_idx == 0:
-            read_news(self.connections.values())
-            self._warn_of_left_out()
-            figures = {
-                f"rewire/{key}/{name}": value
-                for name, c in self.connections.items()
-                for key, value in c.figures().items()
-            }
-            log_figures(trainer, figures, to_loggers=logged)
+            self._log(trainer, to_loggers=logged)
         if logged or seen:
             self._logged_at = changed_at
             self._log_figures(False)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._logs_next:
+            self._log(trainer, to_loggers=True)
+
+    def _log(self, trainer: Any, *, to_loggers: bool) -> None:
+        self._logs_next = False
+        read_news(self.connections.values())
+        self._warn_of_left_out()
+        figures = {
+            f"rewire/{key}/{name}": value
+            for name, c in self.connections.items()
+            for key, value in c.figures().items()
+        }
+        log_figures(trainer, figures, to_loggers=to_loggers)
 
     @override
     def on_exception(

@@ -155,11 +155,10 @@ class RigL(Rewiring):
     ) -> None:
         if self.grow == "mean_gradient":
             self._follow(trainer, optimizer, mine)
-        self._scores = {}
-        for c in due:
-            if c.weight.grad is not None and not c.full:
-                score = c.weight.grad if self.grow == "gradient" else self._means[c.name]
-                self._scores[c] = score.abs()
+        grows = [c for c in due if c.weight.grad is not None and not c.full]
+        mean = self.grow == "mean_gradient"
+        scores: list[Any] = [self._means[c.name] if mean else c.weight.grad for c in grows]
+        self._scores = dict(zip(grows, torch._foreach_abs(scores) if scores else [], strict=True))
         if due and self.skip_optimizer_step:
             if self._unscales_itself(trainer, optimizer):
                 raise ValueError(
@@ -198,10 +197,9 @@ class RigL(Rewiring):
     @override
     @torch.no_grad()
     def only_if(self, trainer: Any, due: list[Connections]) -> Tensor | None:
-        weights = [c.weight.detach() for c in self._scores]
-        if not weights or not self.checks_later(trainer):
-            return None
-        return all_finite_later([*self._scores.values(), *weights])
+        # Weights that are not finite had gradients that were not.
+        checks = bool(self._scores) and self.checks_later(trainer)
+        return all_finite_later(list(self._scores.values())) if checks else None
 
     @override
     @torch.no_grad()
@@ -213,7 +211,8 @@ class RigL(Rewiring):
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
         masks = {c: c.mask for c in due if c.full}
-        keeps = {c: c.weight.detach().abs() for c in self._scores}
+        weights = [c.weight.detach() for c in self._scores]
+        keeps = dict(zip(self._scores, torch._foreach_abs(weights) if weights else [], strict=True))
         fine = self.checks_later(trainer) or all_finite(keeps.values())
         for c, grow in self._scores.items():
             keep = keeps[c]

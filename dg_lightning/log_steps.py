@@ -84,9 +84,11 @@ def log_figures(trainer: Any, figures: Mapping[str, float], *, to_loggers: bool)
     50 µs for each.
     """
     values = torch.tensor(list(figures.values())).unbind()  # one for all: each costs its time
-    trainer.callback_metrics.update(zip(figures, values, strict=True))
+    # Not by the Trainer's properties, which compute everything that was logged anew.
+    connector = trainer._logger_connector
+    connector._callback_metrics.update(zip(figures, values, strict=True))
     if to_loggers:
-        trainer.logged_metrics.update(zip(figures, values, strict=True))
+        connector._logged_metrics.update(zip(figures, values, strict=True))
         row = {**figures, "epoch": trainer.current_epoch}
         for logger in trainer.loggers:
             logger.log_metrics(row, step=logged_step(trainer))

@@ -77,18 +77,24 @@ class Connections:
         self._read_news()
         return self._churn
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the last change has counted something that has not been read."""
+        return self._news is not None
+
     def _read_news(self) -> None:
         """Take in what the last change has counted on a GPU, which is waited for here."""
         if self._news is not None:
             read_news([self])
 
-    def _take_in_news(self, news: Tensor) -> None:
+    def _take_in_news(self, news: Any) -> None:
         self._news = None
         rows, columns = self.mask.flatten(1).shape
-        counts, made, ends, sample = news.tensor_split((16, 17, 17 + columns + rows))
-        self.left_out = not made.item()
-        self._take_in(counts.view(torch.int64).tolist(), sample)
-        self._dead_ends = [len(each) - counted(each)[0] for each in ends.split((columns, rows))]
+        ends = news[17 : 17 + columns + rows]
+        self._dead_ends = [int((part == 0).sum()) for part in (ends[:columns], ends[columns:])]
+        self.left_out = not news[16]
+        sample = torch.from_numpy(news[17 + columns + rows :])
+        self._take_in(news[:16].view("int64").tolist(), sample)
 
     def _take_in(self, counts: list[int], sample: Tensor) -> None:
         count, same = counts
@@ -225,10 +231,11 @@ def read_news(connections: Iterable[Connections]) -> None:
     """Read what was counted on a GPU when layers were changed; waits for it once."""
     unread = [(c, c._news) for c in connections if c._news is not None]
     if unread:
-        together = torch.cat([news for _, news in unread]).cpu()
-        parts = together.split([len(news) for _, news in unread])
-        for (c, _), news in zip(unread, parts, strict=True):
-            c._take_in_news(news.clone())  # where numbers of eight bytes may begin
+        # By numpy: threads that torch wakes up for so little go on to be in the way of others.
+        together = torch.cat([news for _, news in unread]).cpu().numpy()
+        for c, news in unread:
+            c._take_in_news(together[: len(news)])
+            together = together[len(news) :]
 
 
 def _counts_later(mask: Tensor) -> bool:

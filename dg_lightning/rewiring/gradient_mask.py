@@ -48,7 +48,8 @@ class GradientMask:
 
     def _look(self) -> None:
         """See which layers have all connections, and need no mask."""
-        sparse = [c for c in self.connections if not c.full]
+        # What has not been counted yet is not waited for here.
+        sparse = [c for c in self.connections if c.has_news or not c.full]
         if sparse != self._sparse:
             self._sparse, self._weights = sparse, [c.weight for c in sparse]
             self._recorded = Recorded()

@@ -3,8 +3,12 @@
 Scores are at least 0. Whatever is not finite must be sorted out before.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from dg_lightning.own_kernels import kernel_on
 
 from .selection import counted, largest, largest_in_rows
 from .structures import Structure
@@ -57,6 +61,10 @@ def rewired(
     if dropped == 0:
         return mask.clone()
     keep, grow = structure.groups(keep_scores), structure.groups(grow_scores)
+    if len(old) == 1:
+        new = _at_once(old, keep, grow, total, dropped, exclude_just_dropped)
+        if new is not None:
+            return structure.ungroup(new, mask)
     kept = largest(keep, total - dropped, old, total)
     candidates = ~(old if exclude_just_dropped else kept)
     if len(old) == 1:
@@ -68,3 +76,21 @@ def rewired(
         back = keep.masked_fill(~(old & ~kept), -torch.inf)
         grown |= largest_in_rows(back, lost - grown.sum(-1))
     return structure.ungroup(kept | grown, mask)
+
+
+def _at_once(
+    old: Tensor, keep: Tensor, grow: Tensor, total: int, dropped: int, exclude: bool
+) -> Tensor | None:
+    """Return the new connections of one group by a kernel, where there is one for it."""
+    if not old.is_cuda:
+        return None
+    kernel = kernel_on(old.device, "rewiring.rewire_kernel", "rewired_at_once", _try_kernel)
+    if kernel is None:
+        return None
+    new: Tensor | None = kernel(old, keep, grow, total - dropped, dropped, exclude)
+    return new
+
+
+def _try_kernel(rewired_at_once: Any, device: torch.device) -> None:
+    scores = torch.ones(2, 2, device=device)
+    rewired_at_once(torch.eye(2, device=device).bool(), scores, scores, 1, 1, False)
