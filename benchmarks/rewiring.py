@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import RigL
-from dg_lightning.rewiring import Connections, initial_mask, rewired
-from dg_lightning.rewiring.connections import generator_for
+from dg_lightning.rewiring import Connections, generator_for, initial_mask, rewired
 from dg_lightning.rewiring.structures import Structure
 
 INTERVAL = 100  # steps from one update to the next: the default

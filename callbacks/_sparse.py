@@ -18,7 +18,6 @@ from dg_lightning.rewiring import (
     Connections,
     GradientMask,
     change_all,
-    read_news,
 )
 from dg_lightning.schedules import Clock
 from dg_lightning.step_hooks import use_hooks
@@ -45,9 +44,9 @@ def all_finite(values: Iterable[Tensor]) -> bool:
     return all(bool(value.isfinite().all()) for value in values)
 
 
-def all_finite_later(values: Sequence[Tensor]) -> Tensor:
-    """Return whether every entry of all tensors is a number, as a bool on their device."""
-    largest = torch.stack(torch._foreach_norm(list(values), math.inf)).amax()
+def all_finite_later(scores: Sequence[Tensor]) -> Tensor:
+    """Return whether all scores, which are at least 0, are finite: a bool on their device."""
+    largest = torch.stack([score.amax() for score in scores]).amax()
     return largest < math.inf  # which what is not a number is not
 
 
@@ -268,13 +267,12 @@ class Sparse(MaskedLayers):
 
     def _log(self, trainer: Any, *, to_loggers: bool) -> None:
         self._logs_next = False
-        read_news(self.connections.values())
-        self._warn_of_left_out()
         figures = {
             f"rewire/{key}/{name}": value
             for name, c in self.connections.items()
             for key, value in c.figures().items()
         }
+        self._warn_of_left_out()
         log_figures(trainer, figures, to_loggers=to_loggers)
 
     @override

@@ -134,8 +134,9 @@ def test_it_can_be_copied_and_pickled_without_its_recordings() -> None:
 
 
 @needs_cuda
-def test_gradients_are_masked_wherever_they_lie() -> None:
-    layers: Any = [torch.nn.Linear(64, 32, bias=False, device="cuda") for _ in range(2)]
+@pytest.mark.parametrize("number", [2, 5])  # one by one, and by a recording
+def test_gradients_are_masked_wherever_they_lie(number: int) -> None:
+    layers: Any = [torch.nn.Linear(64, 32, bias=False, device="cuda") for _ in range(number)]
     masks = [torch.rand(32, 64, device="cuda") < 0.3 for _ in layers]
     mask_gradients = GradientMask(
         Connections("", layer, mask) for layer, mask in zip(layers, masks, strict=True)
@@ -143,6 +144,7 @@ def test_gradients_are_masked_wherever_they_lie() -> None:
     kept = []
     for turn in range(40):
         gradients = [torch.randn(32, 64, device="cuda") for _ in layers]
+        gradients[1][masks[1].logical_not()] = torch.inf
         if turn % 5 == 0:
             kept.append(gradients[0])  # so that the next ones lie elsewhere
         expected = [g.masked_fill(~mask, 0) for g, mask in zip(gradients, masks, strict=True)]

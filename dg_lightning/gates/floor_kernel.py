@@ -1,23 +1,17 @@
 """A Triton kernel for the decision of gates with a floor: one launch in place of six."""
 
-import os
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from dg_lightning.kernel_launch import INTERPRETED, Launch
+
 __all__ = ["decided_with_floor"]
 
 _WIDEST = 8192
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-# To launch what is compiled already takes half the time of Triton's look at all arguments. In older
-# versions, and in the interpreter, it goes differently.
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-_LAUNCHES_DIRECTLY = _VERSION >= (3, 6) and not _INTERPRETED.value
-_compiled: dict[Any, Any] = {}
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -45,6 +39,9 @@ def _decide(z, temperature, threshold, p, hard, width, floor, WIDTH: tl.constexp
     tl.store(hard + here, is_open.to(tl.float32), mask=inside)
 
 
+_launch, _launch_wide = Launch(_decide, num_warps=4), Launch(_decide, num_warps=8)
+
+
 def decided_with_floor(
     z: Tensor, temperature: Tensor, threshold: Tensor, floor: int
 ) -> tuple[Tensor, Tensor] | None:
@@ -58,21 +55,7 @@ def decided_with_floor(
     if not z.is_contiguous():
         return None
     p, hard = torch.empty_like(z), torch.empty_like(z)
-    tensors = (*tensors, p, hard)
-    grid = (z.numel() // width, 1, 1)
-    rest = width, floor, triton.next_power_of_2(width)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    # What Triton has compiled holds for pointers that are aligned as those were, and is launched on
-    # the device of now.
-    aligned = not any(address % 16 for address in addresses)
-    key = (width, floor, z.device)
-    compiled = _compiled.get(key) if aligned else None
-    if compiled is not None and z.device.index == torch.cuda.current_device():
-        # By their addresses: tensors would be looked up, one by one.
-        compiled[grid](*addresses, *rest)
-        return p, hard
-    with torch.cuda.device_of(z):
-        compiled = _decide[grid](*tensors, *rest, num_warps=4 if width <= 2048 else 8)
-        if aligned and _LAUNCHES_DIRECTLY:
-            _compiled[key] = compiled
+    launch = _launch if width <= 2048 else _launch_wide
+    numbers = width, floor, triton.next_power_of_2(width)
+    launch(z.numel() // width, (*tensors, p, hard), numbers, numbers)
     return p, hard

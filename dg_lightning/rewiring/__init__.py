@@ -1,13 +1,6 @@
 """Sparse connectivity: densities, structures, drop and grow; without Lightning."""
 
-from .connections import (
-    Connections,
-    change_all,
-    generator_for,
-    initial_mask,
-    read_news,
-    sparse_layers,
-)
+from .connections import Connections, change_all
 from .densities import Distribution, densities
 from .gate_correction import OpenRates
 from .gradient_mask import GradientMask
@@ -20,6 +13,7 @@ from .imports import (
 )
 from .optimizer_slots import WEIGHT_BY_WEIGHT, parameter_slots, reset_slots
 from .selection import largest, largest_in_rows
+from .sparse_layers import generator_for, initial_mask, sparse_layers
 from .structures import Structure
 from .update import largest_mask, rewired
 
@@ -42,7 +36,6 @@ __all__ = [
     "largest_mask",
     "masks_of_pruned",
     "parameter_slots",
-    "read_news",
     "reset_slots",
     "rewired",
     "saved_masks",

@@ -1,7 +1,7 @@
 """The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 from zlib import crc32
 
@@ -9,22 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dg_lightning.protocol import matching, plain_name
+from dg_lightning.own_kernels import kernel_on
 
-from .optimizer_slots import reset_slots, slots_to_keep
+from .news import HEADER, News
+from .optimizer_slots import fresh_slots, reset_slots
 from .selection import counted
 from .structures import Structure
-from .update import largest_mask
 from .zeroing import keep_only
 
 __all__ = [
     "Connections",
     "change_all",
-    "generator_for",
-    "initial_mask",
     "packed",
-    "read_news",
-    "sparse_layers",
     "unpacked",
 ]
 
@@ -58,7 +54,7 @@ class Connections:
         self.changes = 0  # how often they were
         self.left_out = False  # whether the last time was left out, as far as it is known by now
         self._churn = 0.0
-        self._news: Tensor | None = None  # of the last change, on a GPU, until they are read
+        self._news: News | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
         self._every = _even_step(self.mask.numel(), self.mask[0].numel())
         self._explore(packed(self._sample()))
@@ -84,17 +80,15 @@ class Connections:
 
     def _read_news(self) -> None:
         """Take in what the last change has counted on a GPU, which is waited for here."""
-        if self._news is not None:
-            read_news([self])
-
-    def _take_in_news(self, news: Any) -> None:
-        self._news = None
+        if self._news is None:
+            return
+        news, self._news = self._news.read(), None
         rows, columns = self.mask.flatten(1).shape
-        ends = news[17 : 17 + columns + rows]
+        count, same, made, _ = news[:HEADER].view("int64").tolist()
+        ends, sample = news[HEADER : HEADER + columns + rows], news[HEADER + columns + rows :]
         self._dead_ends = [int((part == 0).sum()) for part in (ends[:columns], ends[columns:])]
-        self.left_out = not news[16]
-        sample = torch.from_numpy(news[17 + columns + rows :])
-        self._take_in(news[:16].view("int64").tolist(), sample)
+        self.left_out = not made
+        self._take_in([count, same], torch.from_numpy(sample))
 
     def _take_in(self, counts: list[int], sample: Tensor) -> None:
         count, same = counts
@@ -135,21 +129,36 @@ class Connections:
         """Take a new mask: what is new or gone starts at 0, what stays is not touched."""
         change_all({self: mask}, optimizer)
 
-    def _take(self, mask: Tensor, only_if: Tensor | None) -> Tensor:
-        """Take a new mask, and return where it is as before."""
+    def _take(
+        self, mask: Tensor, at_zero: list[Tensor] | None, only_if: Tensor | None
+    ) -> Tensor | None:
+        """Take a new mask; return where it is as before if weight and slots have yet to follow.
+
+        `at_zero` are those if all of them start at 0.
+        """
         self._read_news()
         self.changes += 1
+        self._dead_ends, self.left_out = None, False
+        later = _counts_later(mask)  # all that is asked of it at once: nothing waits for it here
+        if later and at_zero is not None and mask.is_cuda:
+            kernel = kernel_on(
+                mask.device, "rewiring.rewire_kernel", "changed_at_once", _try_kernel
+            )
+            arguments = self.mask, mask, only_if, at_zero, self._every
+            news = None if kernel is None else kernel(*arguments)
+            if news is not None:
+                self._news = News(news)
+                return None
         if only_if is not None:
             mask = torch.where(only_if, mask, self.mask)
         same = mask == self.mask
         self.mask.copy_(mask)
-        self._dead_ends, self.left_out = None, False
-        if _counts_later(mask):  # all that is asked of it at once: nothing waits for it here
+        if later:
             counts = torch.stack((mask.flatten(), same.flatten())).sum(1)
-            made = same.new_ones(1) if only_if is None else only_if.view(1)
+            made = counts.new_ones(()) if only_if is None else only_if.to(counts.dtype)
+            header = torch.cat((counts, made.expand(2))).view(torch.uint8)
             sample = self._sample().view(torch.uint8)
-            parts = counts.view(torch.uint8), made.view(torch.uint8), *self._live_ends(), sample
-            self._news = torch.cat(parts)
+            self._news = News(torch.cat((header, *self._live_ends(), sample)))
         else:
             self.left_out = only_if is not None and not only_if
             self._take_in(counted(mask, same), self._sample())
@@ -219,23 +228,22 @@ def change_all(
     """
     kept: list[tuple[Tensor, Tensor]] = []
     for c, mask in masks.items():
-        if mask is not c.mask:
-            same = c._take(mask, only_if)
-            kept.append((c.weight, same))
-            if optimizer is not None:
-                kept += slots_to_keep(optimizer, c.weight, but=same)
+        if mask is c.mask:
+            continue
+        fresh = [] if optimizer is None else fresh_slots(optimizer, c.weight)
+        at_zero = [c.weight, *(slot for slot, start in fresh if not start)]
+        others = [(slot, start) for slot, start in fresh if start]
+        same = c._take(mask, None if others else at_zero, only_if)
+        if same is not None:
+            kept += [(tensor, same) for tensor in at_zero]
+            for slot, start in others:
+                slot.masked_fill_(~same, start)
     keep_only(kept)
 
 
-def read_news(connections: Iterable[Connections]) -> None:
-    """Read what was counted on a GPU when layers were changed; waits for it once."""
-    unread = [(c, c._news) for c in connections if c._news is not None]
-    if unread:
-        # By numpy: threads that torch wakes up for so little go on to be in the way of others.
-        together = torch.cat([news for _, news in unread]).cpu().numpy()
-        for c, news in unread:
-            c._take_in_news(together[: len(news)])
-            together = together[len(news) :]
+def _try_kernel(changed_at_once: Any, device: torch.device) -> None:
+    mask, weight = torch.eye(2, device=device).bool(), torch.ones(2, 2, device=device)
+    changed_at_once(mask, ~mask, None, [weight], 1)
 
 
 def _counts_later(mask: Tensor) -> bool:
@@ -248,60 +256,6 @@ def _even_step(positions: int, columns: int) -> int:
     while math.gcd(step, columns) > 1 and step > 1:
         step += 1
     return step
-
-
-def sparse_layers(
-    module: nn.Module, layers: list[str] | None, without: set[nn.Module]
-) -> dict[str, nn.Module]:
-    """Find linear and convolution layers by name pattern, each weight once.
-
-    Without patterns, frozen ones are left out.
-
-    Raises:
-        ValueError: If there is none, a pattern fits none, or a weight is not a plain parameter.
-    """
-    found: dict[str, nn.Module] = {}
-    weights: list[Any] = []
-    for name, child in module.named_modules():
-        kind = isinstance(child, nn.Linear | nn.modules.conv._ConvNd)
-        if not kind or child in without:
-            continue
-        weight: Any = child.weight
-        frozen = layers is None and not weight.requires_grad
-        if not frozen and not any(weight is other for other in weights):
-            weights.append(weight)
-            found[plain_name(name)] = child
-    if not found:
-        raise ValueError(
-            f"There is no layer to make sparse in {type(module).__name__}: nn.Linear or nn.Conv* "
-            "are looked for, outside of gates and not frozen."
-        )
-    chosen = matching(found, layers, "layer")
-    for name, child in chosen.items():
-        if child._parameters.get("weight") is None:
-            raise ValueError(
-                f"The weight of {name} is not a plain parameter: make a pruning permanent with "
-                "torch.nn.utils.prune.remove (and take its masks along with masks_of_pruned), "
-                "remove the parametrization, or leave the layer out with `layers`."
-            )
-    return chosen
-
-
-def generator_for(seed: int | None, name: str, step: int, device: torch.device) -> torch.Generator:
-    """Return a generator that is the same on every process, for one layer at one step."""
-    generator = torch.Generator(device)
-    generator.manual_seed(crc32(f"{seed} {name} {step}".encode()))
-    return generator
-
-
-def initial_mask(
-    weight: Tensor, density: float, structure: Structure, generator: torch.Generator | None
-) -> Tensor:
-    """Draw connections at random with a generator, or take those of the largest weights."""
-    if generator is None:
-        return largest_mask(weight.detach().abs(), density, structure)
-    scores = torch.rand(weight.shape, generator=generator, device=weight.device)
-    return largest_mask(scores, density, structure)
 
 
 def packed(mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .zeroing import keep_only
 
-__all__ = ["WEIGHT_BY_WEIGHT", "parameter_slots", "reset_slots", "slots_to_keep"]
+__all__ = ["WEIGHT_BY_WEIGHT", "fresh_slots", "parameter_slots", "reset_slots"]
 
 # Those that leave a weight of 0 alone whose gradient and slots are 0; a subclass may not.
 WEIGHT_BY_WEIGHT = frozenset(
@@ -65,24 +65,23 @@ def reset_slots(optimizer: Optimizer, parameter: nn.Parameter, but: Tensor) -> N
     >>> optimizer.state[weight]["momentum_buffer"].tolist()
     [0.0, 1.0]
     """
-    keep_only(slots_to_keep(optimizer, parameter, but))
+    fresh = fresh_slots(optimizer, parameter)
+    keep_only((slot, but) for slot, start in fresh if not start)
+    for slot, start in fresh:
+        if start:
+            slot.masked_fill_(~but, start)
 
 
-def slots_to_keep(
-    optimizer: Optimizer, parameter: nn.Parameter, but: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Do the same, but return the slots that become 0 with what stays, for `keep_only`."""
+def fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> list[tuple[Tensor, float]]:
+    """Return the slots of a parameter, each with what it is for a weight that starts at 0."""
     slots = dict(parameter_slots(optimizer, parameter))
     if not slots or type(optimizer) in START_AT_ZERO:
-        return [(slot, but) for slot in slots.values()]
-    fresh = _fresh_slots(optimizer, parameter)
-    for name, slot in slots.items():
-        if fresh.get(name):
-            slot.masked_fill_(~but, fresh[name])
-    return [(slot, but) for name, slot in slots.items() if not fresh.get(name)]
+        return [(slot, 0.0) for slot in slots.values()]
+    starts = _starts(optimizer, parameter)
+    return [(slot, starts.get(name, 0.0)) for name, slot in slots.items()]
 
 
-def _fresh_slots(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
+def _starts(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
     """Return the slots of a weight of 0 after a step with a gradient of 0.
 
     Asked of the optimizer itself, because not all of them are 0: Adagrad starts with

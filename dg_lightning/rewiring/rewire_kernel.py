@@ -1,20 +1,19 @@
-"""A Triton kernel that drops and grows connections in one launch, in place of twenty.
+"""Triton kernels for an update of connections: one launch to choose them, one to change them."""
 
-All its programs run at once, and wait for each other where all have to know what each has counted.
-"""
-
-import os
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-__all__ = ["rewired_at_once"]
+from dg_lightning.kernel_launch import INTERPRETED, VERSION, Launch
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+from .news import HEADER
+
+__all__ = ["changed_at_once", "rewired_at_once"]
+
 _BLOCK = 4096
 _MOST = 2**31 - 2**20  # positions that a program can count
 
@@ -96,12 +95,15 @@ def _choose(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "share", "kept", "grown"])
 def _rewire(
     old, keep, grow, new, counters, size, share, kept, grown,
     EXCLUDE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keep the largest of what there is, and grow the largest of what there is not."""
+    """Keep the largest of what there is, and grow the largest of what there is not.
+
+    All programs run at once, and wait for each other where all must know what each has counted.
+    """
     start = tl.program_id(0) * share
     end = tl.minimum(start + share, size)
     _choose(keep, old, 1, kept, new, False, counters, start, end, PROGRAMS, BLOCK)
@@ -110,6 +112,9 @@ def _rewire(
         _choose(grow, old, 0, grown, new, True, counters, start, end, PROGRAMS, BLOCK)
     else:
         _choose(grow, new, 0, grown, new, True, counters, start, end, PROGRAMS, BLOCK)
+
+
+_launch_rewire = Launch(_rewire, num_warps=16, launch_cooperative_grid=True)
 
 
 def rewired_at_once(
@@ -130,7 +135,7 @@ def rewired_at_once(
     """
     floats = keep.dtype == grow.dtype == torch.float32
     packed = old.is_contiguous() and keep.is_contiguous() and grow.is_contiguous()
-    if _VERSION < (3, 6) or not floats or not packed or not 0 < old.numel() <= _MOST:
+    if VERSION < (3, 6) or not floats or not packed or not 0 < old.numel() <= _MOST:
         return None
     if kept < 1 or grown < 1:
         return None
@@ -140,16 +145,80 @@ def rewired_at_once(
     most = triton.next_power_of_2(programs)
     counters = torch.zeros(2 * (32 + 4 * 256 + most), dtype=torch.int32, device=old.device)
     new = torch.empty_like(old)
-    with torch.cuda.device_of(old):
-        _rewire[(programs,)](
-            old.view(torch.uint8), keep, grow, new.view(torch.uint8), counters, size, share,
-            kept, grown, exclude, most, _BLOCK, num_warps=16, launch_cooperative_grid=True,
-        )  # fmt: skip
+    tensors = old.view(torch.uint8), keep, grow, new.view(torch.uint8), counters
+    constants = exclude, most, _BLOCK
+    _launch_rewire(programs, tensors, (size, share, kept, grown, *constants), constants)
     return new
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    if _INTERPRETED:  # programs run one after the other there, and cannot wait
+    if INTERPRETED:  # programs run one after the other there, and cannot wait
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["size", "columns", "rows", "every"])
+def _change(
+    mask, new, only_if, header, news, first, second, third, size, columns, rows, every,
+    TENSORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take new connections, and count what there is to be told of them."""
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = here < size
+    before = tl.load(mask + here, mask=inside, other=0)
+    after = tl.load(new + here, mask=inside, other=0)
+    made = tl.load(only_if) != 0
+    after = tl.where(made, after, before)
+    tl.store(mask + here, after, mask=inside)
+    changed = inside & (after != before)
+    zero = tl.zeros([BLOCK], tl.float32)
+    tl.store(first + here, zero, mask=changed)
+    if TENSORS > 1:
+        tl.store(second + here, zero, mask=changed)
+    if TENSORS > 2:
+        tl.store(third + here, zero, mask=changed)
+    tl.atomic_add(header, tl.sum((inside & (after != 0)).to(tl.int64)))
+    tl.atomic_add(header + 1, tl.sum((inside & (after == before)).to(tl.int64)))
+    tl.store(header + 2, made.to(tl.int64))
+    # All write the same: that there is one.
+    one = tl.full([BLOCK], 1, tl.uint8)
+    tl.store(news + here % columns, one, mask=inside & (after != 0))
+    tl.store(news + columns + here // columns, one, mask=inside & (after != 0))
+    tl.store(news + columns + rows + here // every, after, mask=inside & (here % every == 0))
+
+
+_launch_change = Launch(_change, num_warps=4)
+
+
+def changed_at_once(
+    mask: Tensor, new: Tensor, only_if: Tensor | None, at_zero: list[Tensor], every: int
+) -> Tensor | None:
+    """Change a mask in place, and set to 0 what belongs to connections that are new or gone.
+
+    Args:
+        mask: The connections, bool.
+        new: What they become.
+        only_if: A bool; if it is not set, nothing changes.
+        at_zero: The weights, and what an optimizer keeps for each of them.
+        every: The step of the positions whose history is followed.
+
+    Returns:
+        What `News` takes to the host; None where the kernel does not do it: then torch must.
+    """
+    floats = all(t.dtype == torch.float32 and t.is_contiguous() for t in at_zero)
+    if not floats or len(at_zero) > 3 or not mask.is_contiguous() or not new.is_contiguous():
+        return None
+    size, rows, device = mask.numel(), len(mask), mask.device
+    columns, samples = size // rows, triton.cdiv(size, every)
+    news = torch.zeros(HEADER + columns + rows + samples, dtype=torch.uint8, device=device)
+    made = torch.ones((), dtype=torch.bool, device=device) if only_if is None else only_if
+    bits = [tensor.view(torch.uint8) for tensor in (mask, new, made)]
+    three = [*(tensor.detach() for tensor in at_zero), *at_zero[:1] * 2][:3]  # some are not used
+    tensors = *bits, news[:HEADER].view(torch.int64), news[HEADER:], *three
+    constants = len(at_zero), 1024
+    numbers = size, columns, rows, every, *constants
+    _launch_change(triton.cdiv(size, 1024), tensors, numbers, constants)
+    for changed in (mask, *at_zero):
+        increment_version(changed)
+    return news

@@ -54,7 +54,7 @@ def test_connections_that_somebody_else_changes_stay_away(tmp_path: Path) -> Non
 def test_what_is_not_finite_is_found_on_the_device(device: str) -> None:
     fine = [torch.full((3, 5), 3e38, device=device), torch.zeros(7, device=device)]
     assert all_finite_later(fine)
-    for wrong in (torch.nan, torch.inf, -torch.inf):
+    for wrong in (torch.nan, torch.inf):
         for place in range(2):
             values = [value.clone() for value in fine]
             values[place].view(-1)[4] = wrong

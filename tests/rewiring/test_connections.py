@@ -14,6 +14,7 @@ from dg_lightning.rewiring import (
     Connections,
     GradientMask,
     Structure,
+    generator_for,
     initial_mask,
     parameter_slots,
     reset_slots,
@@ -21,7 +22,7 @@ from dg_lightning.rewiring import (
     sparse_layers,
 )
 from dg_lightning.rewiring import connections as connections_module
-from dg_lightning.rewiring.connections import generator_for, packed, unpacked
+from dg_lightning.rewiring.connections import packed, unpacked
 from dg_lightning.rewiring.zeroing import keep_only
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

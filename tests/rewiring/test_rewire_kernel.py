@@ -91,3 +91,79 @@ def test_an_update_on_a_gpu_is_the_one_on_a_cpu(structure: str) -> None:
         expected = rewired(mask, keep, grow, 0.3, blocks)
         found = rewired(mask.cuda(), keep.cuda(), grow.cuda(), 0.3, blocks)
         assert torch.equal(found.cpu(), expected)
+
+
+@here
+@pytest.mark.parametrize("shape", [(2, 3), (33, 40), (70, 1000), (6, 4, 3, 3)])
+@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("made", [None, True, False])
+def test_a_change_at_once_is_one_in_steps(
+    shape: tuple[int, ...], slots: int, made: bool | None
+) -> None:
+    from dg_lightning.rewiring.news import HEADER
+    from dg_lightning.rewiring.rewire_kernel import changed_at_once
+
+    generator = torch.Generator().manual_seed(slots)
+    before, after = (torch.rand(shape, generator=generator) < 0.05 for _ in range(2))
+    every = 7
+    mask, new = before.to(DEVICE, copy=True), after.to(DEVICE)
+    tensors = [torch.ones(shape, device=DEVICE) for _ in range(1 + slots)]
+    only_if = None if made is None else torch.tensor(made, device=DEVICE)
+    versions = [tensor._version for tensor in (mask, *tensors)]
+    news = changed_at_once(mask, new, only_if, tensors, every)
+    assert news is not None
+    expected = before if made is False else after
+    assert torch.equal(mask.cpu(), expected)
+    for tensor in tensors:
+        assert torch.equal(tensor.cpu(), (expected == before).float())
+    for tensor, version in zip((mask, *tensors), versions, strict=True):
+        assert tensor._version > version
+    found = news.cpu().numpy()
+    counts = [int(expected.sum()), int((expected == before).sum()), int(made is not False), 0]
+    assert found[:HEADER].view("int64").tolist() == counts
+    matrix = expected.flatten(1)
+    rest = [matrix.any(0), matrix.any(1), expected.flatten()[::every]]
+    assert found[HEADER:].tolist() == torch.cat(rest).int().tolist()
+
+
+@here
+def test_a_change_of_other_tensors_is_left_to_torch() -> None:
+    from dg_lightning.rewiring.rewire_kernel import changed_at_once
+
+    mask, weight = torch.eye(4, device=DEVICE).bool(), torch.rand(4, 4, device=DEVICE)
+    assert changed_at_once(mask, ~mask, None, [weight.double()], 1) is None
+    assert changed_at_once(mask, ~mask, None, [weight] * 4, 1) is None
+    assert changed_at_once(mask, ~mask, None, [weight.T], 1) is None
+    assert torch.equal(mask, torch.eye(4, device=DEVICE).bool())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])  # which does not start at 0
+def test_connections_on_a_gpu_change_as_on_a_cpu(kind: str) -> None:
+    from dg_lightning.rewiring import Connections, change_all
+
+    seen = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(40, 30), torch.nn.Linear(30, 7)]
+        masks = [[torch.rand(layer.weight.shape) < 0.2 for _ in range(4)] for layer in layers]
+        parameters = [p for layer in layers for p in layer.to(device).parameters()]
+        optimizer = getattr(torch.optim, kind)(parameters, lr=0.1)
+        connections = [
+            Connections(str(number), layer, masks[number][0].to(device))
+            for number, layer in enumerate(layers)
+        ]
+        figures = []
+        for turn in range(1, 4):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+            made = torch.tensor(turn != 2, device=device)
+            new = [masks[number][turn].to(device) for number in range(2)]
+            change_all(dict(zip(connections, new, strict=True)), optimizer, made)
+            figures.append([(c.count, c.figures(), c.left_out) for c in connections])
+        slots = [v.cpu() for p in parameters for v in optimizer.state[p].values()]
+        seen.append((figures, [p.detach().cpu() for p in parameters], slots))
+    assert seen[0][0] == seen[1][0]
+    for cpu, cuda in zip(seen[0][1] + seen[0][2], seen[1][1] + seen[1][2], strict=True):
+        torch.testing.assert_close(cpu, cuda)
