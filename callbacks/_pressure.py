@@ -19,7 +19,7 @@ from dg_lightning.step_hooks import use_hooks
 
 from ._agreement import mean_over_ranks, shards_parameters
 from ._logit_pull import LogitPull
-from ._ways import Pull, nodes_of
+from ._ways import Hook, Pull, Way, ways_to
 
 __all__ = ["Pressure"]
 
@@ -44,10 +44,11 @@ class Pressure:
         self.gates = gates
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
-        # What each gate had its last penalty for: the node that made its value, or the value. It is
-        # kept until the gate runs again, as the gate itself does; what a node has saved is gone.
-        self._penalised: list[Any] = []
-        self._reached: dict[int, bool] = {}  # whether the gradient of the loss gets to a gate
+        # By the number of a gate: the value that has had its penalty, which is not kept alive here,
+        # and how the gradient of the loss gets there.
+        self._penalised: dict[int, weakref.ref[Tensor]] = {}
+        self._found: dict[int, Way] = {}
+        self._waiting: list[Any] = []  # where it was left what to add, to see that it was
         self._slots: tuple[weakref.ref[Any], list[Slots]] | None = None
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         self._logits = LogitPull(list(gates.values()))
@@ -73,12 +74,14 @@ class Pressure:
         """Choose in the first batch that runs the gates at which hooks a callback acts.
 
         Call it at the first of the early ones, which `act`; of the late ones, one calls
-        `act_later`.
+        `act_later`. A module may let go of graphs itself when a batch ends (`releases_gates`).
         """
         if self.later is None:
             self.later = self._can_act_later(trainer, pl_module)
             if self.later is not None:
                 use_hooks(callback, *(late, early) if self.later else (early, late))
+            if self.later is False and getattr(pl_module, "releases_gates", False):
+                use_hooks(callback, [], [hook for hook in early if hook == "on_train_batch_end"])
 
     def _can_act_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool | None:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -103,13 +106,10 @@ class Pressure:
         `reads` are the tensors that `gradient_of` reads; for the rest see `act`. Static gates are
         the same on all processes.
         """
-        done, parts = self._penalised, trainer.accumulate_grad_batches
-        self._penalised = values = [gate.probability for gate in self._logits.gates]
+        parts = trainer.accumulate_grad_batches
         scales = []
         for index, slots in enumerate(self.slots(trainer)):
-            value = values[index]
-            old = bool(done) and value is done[index]  # the gate has not run again
-            fresh = value is not None and value.requires_grad and not old
+            fresh = self._claim(index, self._logits.gates[index].probability)
             scales.append(weight * slots.factor / parts if fresh else None)
         if all(scale is None for scale in scales):
             self._check_graph()
@@ -148,9 +148,9 @@ class Pressure:
             )
         gates = self.gates.values()
         values: list[Any] = [g.probability if self.of == "p" else g.gate for g in gates]
-        made_by = [_origin(value) for value in values]
-        fresh = self._fresh(pl_module, loss, made_by)
-        if not fresh:
+        fresh = [index for index, value in enumerate(values) if self._claim(index, value)]
+        ways = self._ways(pl_module, loss, {index: values[index] for index in fresh})
+        if not ways:
             return None
         shares = self._shares(loss.device) if self.unit_costs else {}
         compute = partial(self._rates_and_pulls, trainer, gradient_of, shares, reduce)
@@ -162,12 +162,16 @@ class Pressure:
         # With accumulation, a batch is a part of what the optimizer sees.
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         slots, beside = self.slots(trainer), []
-        for index in fresh:
+        for index, way in ways.items():
             value, pull = values[index], pulls[index]
             entries = value.numel() // pull.numel()
             scale = weight * slots[index].factor / (entries * parts)
-            if self._reached[index] and made_by[index] is not value:
-                pull_at(made_by[index], pull, scale)
+            node = None if way == "no" else node_of(value)
+            if node is not None:
+                pull_at(node, pull, scale)
+                self._waiting.append(node)
+            elif way == "by":
+                self._waiting.append(Hook(value, pull, scale))
             else:
                 beside.append((value, pull * scale))
         if beside:
@@ -204,32 +208,34 @@ class Pressure:
         pulls = zip(self.gates, gradient.unbind(), strict=True)
         return rates, [pull * shares[name] if name in shares else pull for name, pull in pulls]
 
-    def _fresh(self, pl_module: pl.LightningModule, loss: Tensor, made_by: list[Any]) -> list[int]:
-        """Find the gates that have run since they had their penalty last, and note them."""
-        self._check_that_it_acted()
-        last, by_hand = self._penalised, not pl_module.automatic_optimization
-        fresh = [
-            index
-            for index, origin in enumerate(made_by)
-            if origin is not None and not (last and origin is last[index])
-        ]
-        if not fresh and not by_hand:
-            self._check_graph()
-        # One loss a batch, made in the same way every time: it is looked through once.
-        if by_hand or not all(index in self._reached for index in fresh):
-            nodes = nodes_of(loss)
-            for index in fresh:
-                if by_hand or index not in self._reached:
-                    origin = made_by[index]
-                    node = origin.grad_fn if isinstance(origin, Tensor) else origin
-                    self._reached[index] = node in nodes
-        if by_hand:  # gates that another loss is made of have their penalty with that one
-            fresh = [index for index in fresh if self._reached[index]]
-        if not last:
-            self._penalised = last = [None] * len(made_by)
-        for index in fresh:
-            last[index] = made_by[index]
-        return fresh
+    def _claim(self, index: int, value: Tensor | None) -> bool:
+        """Tell whether the value of a gate has not had its penalty yet; now it has."""
+        if value is None or not value.requires_grad:
+            return False
+        last = self._penalised.get(index)
+        if last is not None and last() is value:
+            return False
+        self._penalised[index] = weakref.ref(value)
+        return True
+
+    def _ways(
+        self, pl_module: pl.LightningModule, loss: Tensor, fresh: dict[int, Tensor]
+    ) -> dict[int, Way]:
+        """Find how the gradient of a loss gets to fresh values."""
+        if pl_module.automatic_optimization:
+            self._check_that_it_acted()  # in the batch before
+            if not fresh:
+                self._check_graph()
+            # One loss a batch, made in the same way every time: it is looked through once.
+            new = {index: value for index, value in fresh.items() if index not in self._found}
+            if new:
+                self._found |= dict(zip(new, ways_to(loss, list(new.values())), strict=True))
+            return {index: self._found[index] for index in fresh}
+        ways = dict(zip(fresh, ways_to(loss, list(fresh.values())), strict=True))
+        for index, way in ways.items():
+            if way == "no":  # it has its penalty with the loss that it is a part of
+                del self._penalised[index]
+        return {index: way for index, way in ways.items() if way != "no"}
 
     def constant(self, name: str, values: list[float], device: torch.device) -> Tensor:
         """Return values as a tensor, which stays where it is when they change."""
@@ -242,19 +248,21 @@ class Pressure:
             self._constants[name] = kept = (values, kept[1])
         return kept[1]
 
-    def end(self) -> None:
-        """See that the last penalty has acted, and let go of the graph."""
-        self._check_that_it_acted()
-        self.forget()
+    def let_go(self) -> None:
+        """Let go of the graph of the last forward pass, and see that the penalty has acted."""
+        try:
+            self._check_that_it_acted()
+        finally:
+            self.forget()
 
     def forget(self) -> None:
         """Let go of the graph of the last forward pass."""
         release(self.gates.values())
-        self._penalised = []
+        self._penalised, self._waiting = {}, []
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph can be neither copied nor pickled, and slots belong to one Trainer.
-        return {**self.__dict__, "_penalised": [], "_slots": None}
+        return {**self.__dict__, "_penalised": {}, "_waiting": [], "_slots": None}
 
     def _shares(self, device: torch.device) -> dict[str, Tensor]:
         return {
@@ -263,9 +271,8 @@ class Pressure:
         }
 
     def _check_that_it_acted(self) -> None:
-        # A tensor has no pulls: what is added beside a loss always acts.
-        if any(getattr(origin, "pulls", ()) for origin in self._penalised):
-            self.forget()
+        waiting, self._waiting = self._waiting, []
+        if any(place.pulls for place in waiting):
             raise RuntimeError(
                 "The gradient of the loss did not come by the gates of this batch, so the penalty "
                 "could not act: let every training step use them, or none."
@@ -280,13 +287,3 @@ class Pressure:
                 "run passes under no_grad before the one of the loss, and checkpoint activations "
                 "with use_reentrant=False."
             )
-
-
-def _origin(value: Tensor | None) -> Any:
-    """Return the node that made a value if it can be pulled at, else the value; None for neither.
-
-    A node stays what it is when the value that it made is let go of.
-    """
-    if value is None or not value.requires_grad:
-        return None
-    return node_of(value) or value

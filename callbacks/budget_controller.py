@@ -264,6 +264,8 @@ class BudgetController(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if not self.pressure.later:
+            self.pressure.let_go()
         if self._frozen is not None:
             self._frozen.hold()
         step = steps_done(trainer, pl_module)
@@ -298,7 +300,6 @@ class BudgetController(pl.Callback):
         """Let nothing change the gates from now on, an average of weights included."""
         self._is_frozen = True
         self._frozen = FrozenGates(self.pressure.gates.values())
-        self.pressure.forget()  # it does not act any more
         for slots in self.pressure.slots(trainer):
             slots.frozen = True
         copy_gates_to_averages(pl_module, trainer)
@@ -311,7 +312,7 @@ class BudgetController(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.end()
+        self.pressure.let_go()
         for name, used in self.reached.items():
             budget = self._budgets[name].budget
             state = "landed" if self.landed else "training ended before the landing"

@@ -29,7 +29,7 @@ from ._pressure import Pressure
 
 __all__ = ["GatePenalty"]
 
-_EARLY, _LATE = ["on_before_backward"], ["on_after_backward"]
+_EARLY, _LATE = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
 
 
 @only_used_hooks
@@ -223,8 +223,20 @@ class GatePenalty(pl.Callback):
         )
 
     @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if not self.pressure.later:
+            self.pressure.let_go()
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.end()
+        self.pressure.let_go()
 
     @override
     def on_exception(

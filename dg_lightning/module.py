@@ -62,6 +62,8 @@ class GatedClassifier(pl.LightningModule):
     torch.Size([2, 10])
     """
 
+    releases_gates = True  # their graphs, when a batch ends: callbacks need not
+
     def __init__(
         self,
         net: NetSpec,

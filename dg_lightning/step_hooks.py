@@ -41,7 +41,8 @@ def leave_out_empty_hooks(callback: pl.Callback) -> None:
     class stay as they are, so that a subclass may call them.
     """
     for hook in _OF_A_STEP:
-        if getattr(type(callback), hook, None) is getattr(pl.Callback, hook):
+        empty = getattr(type(callback), hook, None) is getattr(pl.Callback, hook)
+        if empty and hook not in vars(callback):  # which may have somebody's own
             setattr(callback, hook, None)
 
 

@@ -39,8 +39,9 @@ class Gate(nn.Module, ABC):
     """What static and input-dependent gates share: probability, policy, floor, state.
 
     A forward pass leaves its probabilities and gates in `probability` and `gate`, one entry per
-    block, with their graph; it has no other side effect. All arithmetic is in float32 (or wider),
-    under autocast and in a half-precision model too.
+    block, with their graph; it has no other side effect. Where both are made at once, the gradient
+    of a loss by p is to be found at `gate`, which hands it on (straight through). All arithmetic is
+    in float32 (or wider), under autocast and in a half-precision model too.
 
     Args:
         units: How many units the gate opens and closes.
@@ -158,10 +159,11 @@ class Gate(nn.Module, ABC):
                 p, g = self._decided(h)
         else:
             p, g = self._decided(h)
-        if torch.compiler.is_compiling():
+        own = vars(self)
+        if "probability" in own and "gate" in own and not torch.compiler.is_compiling():
+            own["probability"], own["gate"] = p, g  # a module takes long to set an attribute
+        else:
             self.probability, self.gate = p, g
-        else:  # a module takes long to set an attribute
-            vars(self).update(probability=p, gate=g)
         return g
 
     def _decided(self, h: Tensor) -> tuple[Tensor, Tensor]:

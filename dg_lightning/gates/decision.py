@@ -25,7 +25,7 @@ def decided(
     >>> torch.equal(z.grad, p * (1 - p))
     True
     """
-    if not is_plain(z) or temperature.requires_grad:  # a compiler finds its own way
+    if not is_plain(z) or temperature.requires_grad:  # whoever looks into it sees plain operations
         p = open_probability(z / temperature, policy)
         return p, deployed(p, threshold, k, floor)
     if z.requires_grad and torch.is_grad_enabled():
@@ -39,13 +39,13 @@ def decided(
 def node_of(value: Tensor) -> Any:
     """Return the node that has made a p or g, if a penalty can pull at it; else None."""
     node = value.grad_fn
-    return node if hasattr(node, "pulls") else None
+    return node if isinstance(node, _Decision._backward_cls) else None
 
 
 def pull_at(node: Any, pull: Tensor, scale: float) -> None:
     """Add ``scale * pull`` to the gradient by p when the next backward pass comes by.
 
-    A hook on p does the same; it takes ten times as long to hang it up and to call it.
+    A hook would do the same, and take several times as long.
     """
     node.pulls = (*node.pulls, (pull, scale))
 
@@ -57,6 +57,7 @@ class _Decision(torch.autograd.Function):
     @override
     def forward(ctx: Any, z: Tensor, temperature: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
         p, g = _computed(z, temperature, *settings)
+        g.add_(p, alpha=0)  # what is not a number is to be seen
         ctx.save_for_backward(p, temperature)
         ctx.set_materialize_grads(False)
         ctx.pulls = ()

@@ -117,7 +117,7 @@ def is_plain(p: Tensor) -> bool:
         return False
     if type(p) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(p) and p.numel() > 0
+    return not torch._C._are_functorch_transforms_active() and p.numel() > 0
 
 
 def sampled(z: Tensor, p: Tensor, policy: Policy) -> Tensor:
