@@ -55,6 +55,12 @@ class Twice(Net):
         self.manual_backward(loss)
 
 
+class AnotherFirst(Net):
+    def backwards(self, out: Tensor) -> None:
+        self.manual_backward(self.body[2](torch.ones(1, 6)).sum())  # not made of gates
+        self.manual_backward(out.square().mean())
+
+
 class Views(Net):
     def backwards(self, out: Tensor) -> None:
         for loss in out.square().mean(0):
@@ -84,7 +90,7 @@ def fitted(model: Any, callbacks: list[Any], root: Path, **options: Any) -> Any:
 
 
 @each_policy
-@pytest.mark.parametrize("kind", [Twice, Views, InParts])
+@pytest.mark.parametrize("kind", [Twice, AnotherFirst, Views, InParts])
 def test_it_is_added_once_however_many_backward_passes_there_are(
     kind: Any, policy: str, tmp_path: Path
 ) -> None:
