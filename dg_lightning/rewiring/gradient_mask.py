@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dg_lightning.recorded import Recorded
 
@@ -17,7 +16,7 @@ class GradientMask:
     """Lets no gradient reach the missing connections of some layers.
 
     Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
-    all of them at 0. It is called in every step, and on a GPU is one launch, or few.
+    all of them at 0. It is called in every step, and on a GPU is one launch.
 
     Args:
         connections: The layers.
@@ -28,7 +27,6 @@ class GradientMask:
         self._sparse: list[Connections] = []
         self._weights: list[nn.Parameter] = []
         self._recorded = Recorded()
-        self._zero: Tensor | None = None
         self._looked_at = -1
 
     def __call__(self) -> None:
@@ -39,12 +37,6 @@ class GradientMask:
         if changes != self._looked_at:
             self._look()
             self._looked_at = changes
-        if self._zero is not None:
-            for c, weight in zip(self._sparse, self._weights, strict=True):
-                if (gradient := weight.grad) is not None:
-                    gradient = gradient.detach() if gradient.requires_grad else gradient
-                    torch.where(c.mask, gradient, self._zero, out=gradient)
-            return
         gradients = []
         for weight in self._weights:
             if (gradient := weight.grad) is None:
@@ -61,9 +53,6 @@ class GradientMask:
         if sparse != self._sparse:
             self._sparse, self._weights = sparse, [c.weight for c in sparse]
             self._recorded = Recorded()
-            # To replay a recording takes as long as to launch three operations.
-            few = 0 < len(sparse) <= 3 and all(weight.is_cuda for weight in self._weights)
-            self._zero = torch.zeros((), device=self._weights[0].device) if few else None
 
     def _mask(self) -> None:
         keep_only((g, c.mask) for c in self._sparse if (g := c.weight.grad) is not None)
