@@ -57,9 +57,8 @@ class Recorded:
             fresh: Its arguments, which it only reads.
             depends_on: Whatever else it depends on.
         """
-        # Of a tensor that lies where another one lay, a look at its size is all there is time for.
         read = (*in_place, *fresh)
-        key = (depends_on, *map(_address, read), *map(_size, in_place), *map(_kind, fresh))
+        key = _key(in_place, fresh, depends_on)
         kept = self._kept.get(key)
         if kept is not None:
             kept.replay()
@@ -76,6 +75,14 @@ class Recorded:
                     return function(*fresh)
         result: Result = kept.result
         return result
+
+    def replay_of(self, in_place: Sequence[Tensor]) -> Callable[[], None] | None:
+        """Return what replays a function without arguments, where it is recorded.
+
+        For whoever knows that the tensors that it reads lie where they lay.
+        """
+        kept = self._kept.get(_key(in_place))
+        return None if kept is None else kept.replay
 
     def _by_copies(
         self,
@@ -116,6 +123,14 @@ class Recorded:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_kept": {}, "_asked": {}, "_made": 0}
+
+
+def _key(
+    in_place: Sequence[Tensor], fresh: Sequence[Tensor] = (), depends_on: Hashable = None
+) -> tuple[Hashable, ...]:
+    # Of a tensor that lies where another one lay, a look at its size is all there is time for.
+    addresses = (*map(_address, in_place), *map(_address, fresh))
+    return (depends_on, *addresses, *map(_size, in_place), *map(_kind, fresh))
 
 
 def _can_be_recorded(read: Sequence[Tensor], fresh: Sequence[Tensor]) -> bool:

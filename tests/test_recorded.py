@@ -153,3 +153,43 @@ def test_gradients_are_masked_wherever_they_lie(number: int) -> None:
         mask_gradients()
         for layer, wanted in zip(layers, expected, strict=True):
             assert torch.equal(layer.weight.grad, wanted)
+
+
+class PlayedMask:
+    """Stands in for a recording of masked gradients: masks those that there were then."""
+
+    def __init__(self, function: Any, fresh: Any, device: Any, *, copied: bool) -> None:
+        self.result = None
+        self.pairs = [(c.weight.grad, c.mask) for c in function.__self__._sparse]
+
+    def replay(self) -> None:
+        for gradient, mask in self.pairs:
+            gradient.mul_(mask)
+
+
+def test_a_replay_masks_the_gradients_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_module, "_Recording", PlayedMask)
+    monkeypatch.setattr(recorded_module, "_can_be_recorded", lambda *_: True)
+    torch.manual_seed(0)
+    layers: Any = [torch.nn.Linear(6, 5, bias=False) for _ in range(3)]
+    half, full = torch.rand(5, 6) < 0.5, torch.ones(5, 6, dtype=torch.bool)
+    connections = [
+        Connections("", layer, mask)
+        for layer, mask in zip(layers, (half, ~half, full), strict=True)
+    ]
+    mask_gradients = GradientMask(connections)
+    lying = [[torch.empty(5, 6) for _ in layers] for _ in range(3)]  # in three places
+    replays = 0
+    for turn in range(60):
+        if turn == 40:
+            connections[2].change(half, None)  # which had all of them
+        for layer, place in zip(layers, lying[turn % 7 // 3], strict=True):
+            layer.weight.grad = place.fill_(1.0)
+        if turn % 11 == 0:
+            layers[1].weight.grad = None
+        replays += mask_gradients._replay is not None
+        mask_gradients()
+        for c, layer in zip(connections, layers, strict=True):
+            if layer.weight.grad is not None:
+                assert torch.equal(layer.weight.grad, c.mask.float()), turn
+    assert replays > 10

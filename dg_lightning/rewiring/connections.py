@@ -101,7 +101,7 @@ class Connections:
         self._explored = explored
         # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
         bits = int.from_bytes(explored.numpy().tobytes()).bit_count()
-        self._share_explored = bits / len(self._sample())
+        self._share_explored = bits / math.ceil(self.mask.numel() / self._every)
 
     @property
     def full(self) -> bool:

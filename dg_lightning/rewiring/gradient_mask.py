@@ -1,6 +1,6 @@
 """Keep the gradients of missing connections away from an optimizer, in every step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -27,6 +27,8 @@ class GradientMask:
         self._sparse: list[Connections] = []
         self._weights: list[nn.Parameter] = []
         self._recorded = Recorded()
+        self._addresses: list[int] = []  # where gradients lay in the last step
+        self._replay: Callable[[], None] | None = None  # what masks them there
         self._looked_at = -1
 
     def __call__(self) -> None:
@@ -37,14 +39,18 @@ class GradientMask:
         if changes != self._looked_at:
             self._look()
             self._looked_at = changes
-        gradients = []
+        gradients, addresses = [], []
         for weight in self._weights:
             if (gradient := weight.grad) is None:
                 self._mask()
                 return
             gradients.append(gradient)
-        if gradients:
+            addresses.append(gradient.data_ptr())
+        if addresses == self._addresses and self._replay is not None:
+            self._replay()  # as in the step before
+        elif gradients:
             self._recorded(self._mask, gradients)
+            self._addresses, self._replay = addresses, self._recorded.replay_of(gradients)
 
     def _look(self) -> None:
         """See which layers have all connections, and need no mask."""
@@ -52,7 +58,7 @@ class GradientMask:
         sparse = [c for c in self.connections if c.has_news or not c.full]
         if sparse != self._sparse:
             self._sparse, self._weights = sparse, [c.weight for c in sparse]
-            self._recorded = Recorded()
+            self._recorded, self._replay = Recorded(), None
 
     def _mask(self) -> None:
         keep_only((g, c.mask) for c in self._sparse if (g := c.weight.grad) is not None)
