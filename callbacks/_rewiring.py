@@ -74,8 +74,8 @@ class Rewiring(Sparse):
     def next_change(self) -> int:
         if type(self).changes_after is not Rewiring.changes_after:
             return super().next_change()
-        latest = min(c.changed_at for c in self.connections.values())
-        due = max(self._step + 1, self.every_n_steps * (latest // self.every_n_steps + 1))
+        longest_ago = min(c.changed_at for c in self.connections.values())
+        due = max(self._step + 1, self.every_n_steps * (longest_ago // self.every_n_steps + 1))
         furthest = self._step + LOOK_AHEAD
         return min(due, furthest) if due < self._until else furthest
 

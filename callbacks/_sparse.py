@@ -1,11 +1,8 @@
 """What the sparse callbacks share: masks that hold in every step, and change when they are due."""
 
-import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +14,7 @@ from dg_lightning.rewiring import (
     WEIGHT_BY_WEIGHT,
     Connections,
     GradientMask,
+    all_finite,
     change_all,
 )
 from dg_lightning.schedules import Clock
@@ -25,29 +23,9 @@ from dg_lightning.step_hooks import use_hooks
 from ._agreement import refuse_different_masks
 from ._masked_layers import MaskedLayers
 
-__all__ = ["LOOK_AHEAD", "Sparse", "all_finite", "all_finite_later"]
+__all__ = ["LOOK_AHEAD", "Sparse"]
 
 LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
-
-
-def all_finite(values: Iterable[Tensor]) -> bool:
-    """Tell whether every entry of all tensors is a number; waits for the device."""
-    values = list(values)
-    if not values:
-        return True
-    # A sum with one entry that is not finite is not; the sum itself may overflow, though. Norms of
-    # all tensors are one operation on a GPU, and on a CPU slower than sums.
-    on_gpu = all(value.is_cuda for value in values)
-    sums = torch._foreach_norm(values) if on_gpu else [value.sum() for value in values]
-    if all(map(math.isfinite, torch.stack(sums).tolist())):
-        return True
-    return all(bool(value.isfinite().all()) for value in values)
-
-
-def all_finite_later(scores: Sequence[Tensor]) -> Tensor:
-    """Return whether all scores, which are at least 0, are finite: a bool on their device."""
-    largest = torch.stack([score.amax() for score in scores]).amax()
-    return largest < math.inf  # which what is not a number is not
 
 
 class Sparse(MaskedLayers):
@@ -71,7 +49,9 @@ class Sparse(MaskedLayers):
         self._step = 0
         self._look_at = 0  # the next step that may be followed by a change
         self._logged_at = -1
+        self.only_if: Tensor | None = None
         self._logs_next = False  # in the next batch, when nothing has to be waited for
+        self._is_monitored = False
 
     def changes_after(self, step: int, last: int) -> bool:
         """Tell whether a layer changes after this optimizer step, counted from 1.
@@ -87,15 +67,11 @@ class Sparse(MaskedLayers):
         """Return the new masks of layers, after the optimizer's step."""
         return {}
 
-    def only_if(self, trainer: Any, due: list[Connections]) -> Tensor | None:
-        """Return on what a change hangs that is known on the device only; None for nothing.
-
-        It takes the place of the look at gradients before the step, which waits for the device.
-        """
-        return None
-
     def checks_later(self, trainer: Any) -> bool:
-        """Tell whether gradients are looked at after the step, see `only_if`."""
+        """Tell whether `new_masks` looks at gradients, and not the step before, which waits for it.
+
+        It then leaves in `only_if`, a bool on the device, whether they are finite.
+        """
         return False
 
     def see_gradients(
@@ -109,7 +85,8 @@ class Sparse(MaskedLayers):
     def start_anew(self) -> None:
         """Forget an earlier training."""
         for c in self.connections.values():
-            c.changed_at = 0
+            c.read_news()
+            c.changed_at, c.left_out_at = 0, None
 
     def prepare(self, clock: Clock) -> str | None:
         """Resolve durations, when training starts; return what is to be warned of."""
@@ -128,6 +105,8 @@ class Sparse(MaskedLayers):
         if trainer.global_step == 0:
             self.start_anew()
         self._logged_at, self._logs_next = -1, False
+        monitored = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        self._is_monitored = any(str(key).startswith("rewire/") for key in monitored)
         self._log_figures(True)
         self._mine, self._look_at = {}, 0
 
@@ -153,10 +132,13 @@ class Sparse(MaskedLayers):
         self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
         self._look_at = step + 1 if self._due or self.sees_all_gradients else self.next_change()
         if self._due:
-            self._warn_of_left_out()
+            if self._logs_next:  # else they would be those of the next change
+                self._log(trainer, to_loggers=True)
+            self._tell_of_left_out()
             gradients = (g for c in self._due if (g := c.weight.grad) is not None)
             if not self.checks_later(trainer) and not all_finite(gradients):
-                self._leave_out()
+                self.leave_out(self._due)
+                self._due = []
         if self._due or self.sees_all_gradients:
             self.see_gradients(trainer, optimizer, mine, self._due)
         if self._due:
@@ -185,23 +167,25 @@ class Sparse(MaskedLayers):
             self._mine[optimizer] = known = (count, GradientMask(mine))
         return known[1]
 
-    def _leave_out(self) -> None:
+    def leave_out(self, due: list[Connections]) -> None:
         """Make no change after this step."""
         if not self.puts_off:
-            for c in self._due:
-                c.changed_at, c.left_out = self._step, True
-            self._warn_of_left_out()
-        self._due = []
+            for c in due:
+                c.changed_at = c.left_out_at = self._step
+            self._tell_of_left_out()
 
-    def _warn_of_left_out(self) -> None:
-        left_out = [c for c in self.connections.values() if c.left_out]
-        if left_out:
+    def _tell_of_left_out(self) -> None:
+        """Warn of updates that were left out, as soon as it is known, and once."""
+        for c in self.connections.values():
+            c.read_news()
+        steps = {c.left_out_at for c in self.connections.values()}
+        for step in sorted(step for step in steps if step is not None):
             rank_zero_warn(
-                f"{type(self).__name__} leaves the update of step {left_out[0].changed_at} out: a "
-                "gradient or a weight is not finite."
+                f"{type(self).__name__} leaves the update of step {step} out: a gradient or a "
+                "weight is not finite."
             )
-        for c in left_out:
-            c.left_out = False
+        for c in self.connections.values():
+            c.left_out_at = None
 
     def _clean(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Clean up after a step of an optimizer that may not have left missing connections at 0."""
@@ -219,9 +203,9 @@ class Sparse(MaskedLayers):
 
     def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         due, self._due = self._due, []
-        only_if = self.only_if(trainer, due)
+        self.only_if = None
         masks = self.new_masks(trainer, self._step, due)
-        change_all(masks, optimizer, only_if)
+        change_all(masks, optimizer, self.only_if)
         for c in masks:
             c.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
@@ -251,28 +235,42 @@ class Sparse(MaskedLayers):
         changed_at = max(c.changed_at for c in self.connections.values())
         seen = self._logged_at == changed_at
         logged = self._logs_next or (not seen and is_logged(trainer, pl_module))
-        if logged and not self._logs_next and any(c.has_news for c in self.connections.values()):
-            self._logs_next = True
-            return
+        if logged and not self._logs_next and self._would_wait():
+            self._logs_next, logged = True, False
         if logged or batch_idx == 0:
             self._log(trainer, to_loggers=logged)
         if logged or seen:
             self._logged_at = changed_at
             self._log_figures(False)
 
+    def _would_wait(self) -> bool:
+        """Tell whether figures are still on their way, and nobody needs them at once."""
+        on_the_way = any(c.has_news for c in self.connections.values())
+        return on_the_way and not self._is_monitored
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._logs_next:
+            self._log(trainer, to_loggers=True)
+
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._logs_next:
             self._log(trainer, to_loggers=True)
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tell_of_left_out()
+
     def _log(self, trainer: Any, *, to_loggers: bool) -> None:
-        self._logs_next = False
+        """Leave the figures for those who monitor them; with `to_loggers` it is done with that."""
+        self._logs_next = self._logs_next and not to_loggers
         figures = {
             f"rewire/{key}/{name}": value
             for name, c in self.connections.items()
             for key, value in c.figures().items()
         }
-        self._warn_of_left_out()
+        self._tell_of_left_out()
         log_figures(trainer, figures, to_loggers=to_loggers)
 
     @override

@@ -10,12 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
-from dg_lightning.rewiring import Connections, largest, largest_mask
+from dg_lightning.rewiring import Connections, all_finite, largest, largest_mask
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import refuse_different_masks
-from ._sparse import Sparse, all_finite
+from ._sparse import Sparse
 
 __all__ = ["MagnitudePruning"]
 

@@ -8,14 +8,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dg_lightning.rewiring import Connections, Distribution, OpenRates
+from dg_lightning.rewiring import (
+    Connections,
+    Distribution,
+    OpenRates,
+    all_finite,
+    all_finite_later,
+)
 from dg_lightning.schedules import Duration
 from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
 from ._agreement import mean_over_ranks
 from ._masked_layers import Initial
 from ._rewiring import DropShape, Rewiring
-from ._sparse import all_finite, all_finite_later
 
 __all__ = ["RigL"]
 
@@ -189,17 +194,13 @@ class RigL(Rewiring):
 
     @override
     def checks_later(self, trainer: Any) -> bool:
-        # Not where a step may be left out because of its gradients, or its own update counts.
+        # Not where a scaler may leave the step out, where the update takes its place, or where
+        # somebody's own rule would be given scores that are not finite.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        on_gpu = all(c.weight.is_cuda for c in self.connections.values())
-        return on_gpu and not scaled and not self.skip_optimizer_step and self.grow == "gradient"
-
-    @override
-    @torch.no_grad()
-    def only_if(self, trainer: Any, due: list[Connections]) -> Tensor | None:
-        # Weights that are not finite had gradients that were not.
-        checks = bool(self._scores) and self.checks_later(trainer)
-        return all_finite_later(list(self._scores.values())) if checks else None
+        kind = type(self)
+        ours = kind.rewire is Rewiring.rewire and kind.see_gradients is RigL.see_gradients
+        plain = ours and self.grow == "gradient" and not self.skip_optimizer_step and not scaled
+        return plain and all(c.weight.is_cuda for c in self.connections.values())
 
     @override
     @torch.no_grad()
@@ -213,11 +214,14 @@ class RigL(Rewiring):
         masks = {c: c.mask for c in due if c.full}
         weights = [c.weight.detach() for c in self._scores]
         keeps = dict(zip(self._scores, torch._foreach_abs(weights) if weights else [], strict=True))
-        fine = self.checks_later(trainer) or all_finite(keeps.values())
+        if keeps and self.checks_later(trainer):
+            self.only_if = all_finite_later([*self._scores.values(), *keeps.values()])
+        elif not all_finite(keeps.values()):
+            self.leave_out(due)
+            self._scores = {}
+            return {}
         for c, grow in self._scores.items():
             keep = keeps[c]
-            if not fine and not all_finite([keep]):
-                continue
             if c.layer in rates:
                 share = rates[c.layer].clamp_min(_LEAST_RATE)
                 grow = grow / share

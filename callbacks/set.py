@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.rewiring import Connections
+from dg_lightning.rewiring import Connections, all_finite
 from dg_lightning.step_hooks import only_used_hooks
 
 from ._rewiring import Rewiring
-from ._sparse import all_finite
 
 __all__ = ["SET"]
 

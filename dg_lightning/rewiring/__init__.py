@@ -2,6 +2,7 @@
 
 from .connections import Connections, change_all
 from .densities import Distribution, densities
+from .finite import all_finite, all_finite_later
 from .gate_correction import OpenRates
 from .gradient_mask import GradientMask
 from .imports import (
@@ -24,6 +25,8 @@ __all__ = [
     "GradientMask",
     "OpenRates",
     "Structure",
+    "all_finite",
+    "all_finite_later",
     "announce_masks",
     "change_all",
     "densities",

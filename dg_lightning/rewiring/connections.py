@@ -52,7 +52,7 @@ class Connections:
         (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
         self.changes = 0  # how often they were
-        self.left_out = False  # whether the last time was left out, as far as it is known by now
+        self.left_out_at: int | None = None  # the last time that was left out, until it is told of
         self._churn = 0.0
         self._news: News | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
@@ -64,13 +64,13 @@ class Connections:
     @property
     def count(self) -> int:
         """How many connections exist."""
-        self._read_news()
+        self.read_news()
         return self._count
 
     @property
     def churn(self) -> float:
         """The share of connections that the last change has made."""
-        self._read_news()
+        self.read_news()
         return self._churn
 
     @property
@@ -78,7 +78,7 @@ class Connections:
         """Whether the last change has counted something that has not been read."""
         return self._news is not None
 
-    def _read_news(self) -> None:
+    def read_news(self) -> None:
         """Take in what the last change has counted on a GPU, which is waited for here."""
         if self._news is None:
             return
@@ -87,8 +87,10 @@ class Connections:
         count, same, made, _ = news[:HEADER].view("int64").tolist()
         ends, sample = news[HEADER : HEADER + columns + rows], news[HEADER + columns + rows :]
         self._dead_ends = [int((part == 0).sum()) for part in (ends[:columns], ends[columns:])]
-        self.left_out = not made
-        self._take_in([count, same], torch.from_numpy(sample))
+        if made:
+            self._take_in([count, same], torch.from_numpy(sample))
+        else:
+            self.left_out_at = self.changed_at
 
     def _take_in(self, counts: list[int], sample: Tensor) -> None:
         count, same = counts
@@ -107,7 +109,7 @@ class Connections:
     def full(self) -> bool:
         """Whether every connection exists."""
         if self._news is not None:
-            self._read_news()
+            self.read_news()
         return self._count == self.mask.numel()
 
     def move(self) -> None:
@@ -134,11 +136,11 @@ class Connections:
     ) -> Tensor | None:
         """Take a new mask; return where it is as before if weight and slots have yet to follow.
 
-        `at_zero` are those if all of them start at 0.
+        They follow at once where a kernel can do it: `at_zero` are all of them, and all start at 0.
         """
-        self._read_news()
+        self.read_news()
         self.changes += 1
-        self._dead_ends, self.left_out = None, False
+        self._dead_ends = None
         later = _counts_later(mask)  # all that is asked of it at once: nothing waits for it here
         if later and at_zero is not None and mask.is_cuda:
             kernel = kernel_on(
@@ -156,12 +158,15 @@ class Connections:
         if later:
             counts = torch.stack((mask.flatten(), same.flatten())).sum(1)
             made = counts.new_ones(()) if only_if is None else only_if.to(counts.dtype)
-            header = torch.cat((counts, made.expand(2))).view(torch.uint8)
+            header = torch.cat((counts, made.expand(2))).view(
+                torch.uint8
+            )  # the last one fills it up
             sample = self._sample().view(torch.uint8)
             self._news = News(torch.cat((header, *self._live_ends(), sample)))
-        else:
-            self.left_out = only_if is not None and not only_if
+        elif only_if is None or only_if:
             self._take_in(counted(mask, same), self._sample())
+        else:
+            self.left_out_at = self.changed_at
         return same
 
     def figures(self) -> dict[str, float]:
@@ -170,7 +175,7 @@ class Connections:
         `itop` is the share of positions that have ever had a connection (in-time
         over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
         """
-        self._read_news()
+        self.read_news()
         if self._dead_ends is None:
             self._dead_ends = [len(ends) - counted(ends)[0] for ends in self._live_ends()]
         return {
@@ -195,7 +200,7 @@ class Connections:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mask, eight connections a byte, and the figures that have a history."""
-        self._read_news()
+        self.read_news()
         return {
             "mask": packed(self.mask),
             "shape": list(self.mask.shape),
@@ -204,6 +209,10 @@ class Connections:
             "changed_at": self.changed_at,
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.read_news()  # what is on its way can be neither copied nor pickled
+        return self.__dict__
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.changes += 1
@@ -211,6 +220,7 @@ class Connections:
         (self._count,) = counted(self.mask)
         self._explore(state["explored"].cpu().clone())
         self._churn, self._news, self._dead_ends = state["churn"], None, None
+        self.left_out_at = None
         self.changed_at = state["changed_at"]
         self.apply()
 

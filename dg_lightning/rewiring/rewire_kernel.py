@@ -50,8 +50,8 @@ def _choose(
     ties = digits + 4 * 256
     digit = tl.arange(0, 256)
     goal = tl.num_programs(0)
-    smallest = start * 0
-    left = count
+    smallest = start * 0  # a number of the program, not a constant
+    left = count  # how many of those that equal the smallest so far are in, and how many there are
     equal = count
     for place in tl.static_range(4):
         own = tl.zeros([256], tl.int32)
@@ -142,7 +142,7 @@ def rewired_at_once(
     size = old.numel()
     programs = min(_processors(old.device), triton.cdiv(size, _BLOCK))
     share = triton.cdiv(triton.cdiv(size, programs), _BLOCK) * _BLOCK
-    most = triton.next_power_of_2(programs)
+    most = triton.next_power_of_2(_processors(old.device))  # not of each layer: it is compiled in
     counters = torch.zeros(2 * (32 + 4 * 256 + most), dtype=torch.int32, device=old.device)
     new = torch.empty_like(old)
     tensors = old.view(torch.uint8), keep, grow, new.view(torch.uint8), counters
@@ -207,7 +207,10 @@ def changed_at_once(
         What `News` takes to the host; None where the kernel does not do it: then torch must.
     """
     floats = all(t.dtype == torch.float32 and t.is_contiguous() for t in at_zero)
-    if not floats or len(at_zero) > 3 or not mask.is_contiguous() or not new.is_contiguous():
+    alike = new.shape == mask.shape and new.dtype == mask.dtype == torch.bool
+    if not floats or not alike or len(at_zero) > 3 or mask.numel() > _MOST:
+        return None
+    if not mask.is_contiguous() or not new.is_contiguous():
         return None
     size, rows, device = mask.numel(), len(mask), mask.device
     columns, samples = size // rows, triton.cdiv(size, every)

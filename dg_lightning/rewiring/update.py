@@ -1,6 +1,6 @@
 """Make, rewire and prune masks: pure functions of tensors.
 
-Scores are at least 0. Whatever is not finite must be sorted out before.
+Scores are at least 0. Of some that are not finite nobody should use what is returned.
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ import torch
 from sparse_nets import Plain, Watch, fit
 
 from dg_lightning.callbacks import MagnitudePruning, RigL
-from dg_lightning.callbacks._sparse import all_finite_later  # type: ignore[import-not-found]
+from dg_lightning.rewiring import all_finite_later
 from dg_lightning.rewiring import connections as connections_module
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -161,7 +161,9 @@ def test_connections_on_a_gpu_change_as_on_a_cpu(kind: str) -> None:
             made = torch.tensor(turn != 2, device=device)
             new = [masks[number][turn].to(device) for number in range(2)]
             change_all(dict(zip(connections, new, strict=True)), optimizer, made)
-            figures.append([(c.count, c.figures(), c.left_out) for c in connections])
+            wanted = masks[0][1] if turn == 2 else masks[0][turn]
+            assert torch.equal(connections[0].mask.cpu(), wanted)
+            figures.append([(c.count, c.figures(), c.left_out_at) for c in connections])
         slots = [v.cpu() for p in parameters for v in optimizer.state[p].values()]
         seen.append((figures, [p.detach().cpu() for p in parameters], slots))
     assert seen[0][0] == seen[1][0]
