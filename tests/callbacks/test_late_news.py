@@ -54,6 +54,7 @@ def test_figures_are_the_same_at_most_a_batch_later(
         first = next(row for row in at_once if row[2] == value)
         second = next(row for row in later if row[2] == value)
         assert second[0] - first[0] in (0, 1)
+        assert second[1] == first[1]  # also where an epoch ends with an update
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
