@@ -53,6 +53,7 @@ class Pressure:
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
         self._logits = LogitPull(list(gates.values()))
         self._recorded = Recorded()
+        self._records = False  # whether what it computes is the same in every step, and here alone
         # Whether it acts behind the backward pass; None until gates have run.
         self.later: bool | None = None
 
@@ -77,6 +78,8 @@ class Pressure:
         `act_later`. A module may let go of graphs itself when a batch ends (`releases_gates`).
         """
         if self.later is None:
+            scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+            self._records = not scaled and trainer.world_size == 1
             self.later = self._can_act_later(trainer, pl_module)
             if self.later is not None:
                 use_hooks(callback, *(late, early) if self.later else (early, late))
@@ -149,21 +152,20 @@ class Pressure:
         gates = self.gates.values()
         values: list[Any] = [g.probability if self.of == "p" else g.gate for g in gates]
         fresh = [index for index, value in enumerate(values) if self._claim(index, value)]
-        ways = self._ways(pl_module, loss, {index: values[index] for index in fresh})
-        if not ways:
+        ways = self._ways(pl_module, loss, values, fresh)
+        if not fresh:
             return None
         shares = self._shares(loss.device) if self.unit_costs else {}
         compute = partial(self._rates_and_pulls, trainer, gradient_of, shares, reduce)
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if scaled or trainer.world_size > 1 or any(value is None for value in values):
+        if not self._records or any(value is None for value in values):
             rates, pulls = compute(*values)
         else:
             rates, pulls = self._recorded(compute, [*shares.values(), *reads], values)
         # With accumulation, a batch is a part of what the optimizer sees.
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         slots, beside = self.slots(trainer), []
-        for index, way in ways.items():
-            value, pull = values[index], pulls[index]
+        for index in fresh:
+            value, pull, way = values[index], pulls[index], ways[index]
             entries = value.numel() // pull.numel()
             scale = weight * slots[index].factor / (entries * parts)
             node = None if way == "no" else node_of(value)
@@ -219,23 +221,26 @@ class Pressure:
         return True
 
     def _ways(
-        self, pl_module: pl.LightningModule, loss: Tensor, fresh: dict[int, Tensor]
+        self, pl_module: pl.LightningModule, loss: Tensor, values: list[Any], fresh: list[int]
     ) -> dict[int, Way]:
-        """Find how the gradient of a loss gets to fresh values."""
+        """Find how the gradient of a loss gets to fresh values; take out those of another loss."""
+        found = self._found
         if pl_module.automatic_optimization:
             self._check_that_it_acted()  # in the batch before
             if not fresh:
                 self._check_graph()
             # One loss a batch, made in the same way every time: it is looked through once.
-            new = {index: value for index, value in fresh.items() if index not in self._found}
-            if new:
-                self._found |= dict(zip(new, ways_to(loss, list(new.values())), strict=True))
-            return {index: self._found[index] for index in fresh}
-        ways = dict(zip(fresh, ways_to(loss, list(fresh.values())), strict=True))
-        for index, way in ways.items():
-            if way == "no":  # it has its penalty with the loss that it is a part of
+            new = [index for index in fresh if index not in found]
+        else:
+            new = fresh
+        if new:
+            ways = ways_to(loss, [values[index] for index in new])
+            found.update(zip(new, ways, strict=True))
+        if not pl_module.automatic_optimization:
+            for index in [index for index in fresh if found[index] == "no"]:
+                fresh.remove(index)  # it has its penalty with the loss that it is a part of
                 del self._penalised[index]
-        return {index: way for index, way in ways.items() if way != "no"}
+        return found
 
     def constant(self, name: str, values: list[float], device: torch.device) -> Tensor:
         """Return values as a tensor, which stays where it is when they change."""

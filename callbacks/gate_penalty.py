@@ -118,6 +118,7 @@ class GatePenalty(pl.Callback):
         self.unit_costs = unit_costs
         self.name = name
         self.pressure = Pressure({})
+        self._kept_terms: dict[str, Any] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -156,7 +157,7 @@ class GatePenalty(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
-        self.pressure.later = None
+        self.pressure.later = self._kept_terms = None
         use_hooks(self, [*_EARLY, *_LATE], [])
         warn_of_risks(self, trainer, pl_module)
 
@@ -246,17 +247,22 @@ class GatePenalty(pl.Callback):
 
     def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:
         """Return the arguments of the usage term, as they are now, on a device."""
+        if self._prices is not None:
+            self._prices.refresh()
+        if self._kept_terms is not None:
+            return self._kept_terms
         weights = None
         if self.layer_weights:
             weights = self.pressure.constant("layer weights", self._layer_weights, device)
-        if self._prices is not None:
-            self._prices.refresh()
-        return {
+        terms = {
             "targets": self._targets(trainer, device),
             "power": self.power,
             "layer_weights": weights,
             "prices": self._prices,
         }
+        if terms["targets"] is None:  # nothing of it changes in a training
+            self._kept_terms = terms
+        return terms
 
     @staticmethod
     def _tensors(terms: dict[str, Any]) -> list[Tensor]:

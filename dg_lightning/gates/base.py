@@ -159,11 +159,10 @@ class Gate(nn.Module, ABC):
                 p, g = self._decided(h)
         else:
             p, g = self._decided(h)
-        own = vars(self)
-        if "probability" in own and "gate" in own and not torch.compiler.is_compiling():
-            own["probability"], own["gate"] = p, g  # a module takes long to set an attribute
-        else:
+        if torch.compiler.is_compiling() or not {"probability", "gate"} <= vars(self).keys():
             self.probability, self.gate = p, g
+        else:  # a module takes long to set an attribute
+            vars(self).update(probability=p, gate=g)
         return g
 
     def _decided(self, h: Tensor) -> tuple[Tensor, Tensor]:
