@@ -80,15 +80,14 @@ class Pressure:
         if self.later is None:
             scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
             self._records = not scaled and trainer.world_size == 1
-            self.later = self._can_act_later(trainer, pl_module)
+            self.later = False if scaled else self._can_act_later(trainer, pl_module)
             if self.later is not None:
                 use_hooks(callback, *(late, early) if self.later else (early, late))
             if self.later is False and getattr(pl_module, "releases_gates", False):
                 use_hooks(callback, [], [hook for hook in early if hook == "on_train_batch_end"])
 
     def _can_act_later(self, trainer: Any, pl_module: pl.LightningModule) -> bool | None:
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if self.of != "p" or self.unit_costs or scaled or not pl_module.automatic_optimization:
+        if self.of != "p" or self.unit_costs or not pl_module.automatic_optimization:
             return False
         fit = [LogitPull.fits(gate) for gate in self.gates.values()]
         if False in fit or shards_parameters(trainer, pl_module):

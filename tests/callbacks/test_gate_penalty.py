@@ -1,197 +1,27 @@
-from collections.abc import Callable
+"""What GatePenalty does beside its gradient: what it presses on, logs, follows and refuses."""
+
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from penalised_nets import (
+    WEIGHT,
+    Foreign,
+    ForeignByHand,
+    analytic_gradient,
+    fitted,
+    samples,
+    trainer_for,
+)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import DynamicGate, GatedLinear, gate_layers
+from dg_lightning import GatedLinear, gate_layers
 from dg_lightning.callbacks import GatePenalty
-from dg_lightning.compute import linear_maps
-from dg_lightning.penalties import MacsPrices, mean_rates, usage_term
+from dg_lightning.penalties import mean_rates
 from dg_lightning.schedules import Schedule
 from dg_lightning.slots import slots_of
-
-WEIGHT = 0.7
-# Every usage term, with settings that make it act: rates start at 0.8 or so.
-USAGES: dict[str, dict[str, Any]] = {
-    "linear": {"usage": "linear"},
-    "linear of g": {"usage": "linear", "of": "g"},
-    "linear with weights": {"usage": "linear", "layer_weights": {"*1*": 3.0}},
-    "linear with costs": {"usage": "linear", "unit_costs": {"*1*": [1.0, 2, 3, 4, 5, 6]}},
-    "expected MACs": {"usage": "expected_macs"},
-    "target": {"usage": "target", "target": 0.3},
-    "target of g": {"usage": "target", "of": "g", "target": {"*0*": 0.3, "*1*": 0.2}},
-    "hinge below": {"usage": "hinge_below", "target": 0.95},
-    "hinge above": {"usage": "hinge_above", "target": 0.2, "power": 1},
-}
-every_usage = pytest.mark.parametrize("settings", USAGES.values(), ids=USAGES)
-
-
-class Foreign(pl.LightningModule):
-    """Somebody's module: it knows nothing of gates, and keeps the first gradients it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        gates = [DynamicGate(4, 8), DynamicGate(8, 6, network="low_rank", rank=2)]
-        for gate in gates:
-            nn.init.normal_(gate.network[-1].weight)  # type: ignore[arg-type]
-        self.backbone = nn.Sequential(
-            GatedLinear(4, 8, gate=gates[0]), GatedLinear(8, 6, gate=gates[1]), nn.Linear(6, 1)
-        )
-        self.grads: dict[str, Tensor] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.backbone(batch[0]).square().mean().sqrt()  # sqrt keeps its output
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self.grads:
-            self.grads = {n: p.grad.clone() for n, p in self.named_parameters()}  # type: ignore[union-attr]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class ForeignByHand(Foreign):
-    """The same with manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        optimizer.zero_grad()  # type: ignore[union-attr]
-        self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
-
-
-def samples() -> Tensor:
-    return torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-
-
-def term_of(model: nn.Module, settings: dict[str, Any]) -> Tensor:
-    """The usage term of the last forward pass, differentiable, with no callback."""
-    gates = gate_layers(model)
-    shares = None
-    if costs := settings.get("unit_costs"):
-        shares = {name: torch.tensor(costs["*1*"]) / sum(costs["*1*"]) for name in list(gates)[1:]}
-    target = settings.get("target", 0.0)
-    weights = settings.get("layer_weights", {"*1*": 1.0})
-    return usage_term(
-        settings["usage"],
-        mean_rates(gates, settings.get("of", "p"), shares),
-        targets=torch.tensor(list(target.values()) if isinstance(target, dict) else [target] * 2),
-        power=settings.get("power", 2),
-        layer_weights=torch.tensor([1.0, weights["*1*"]]),
-        prices=MacsPrices(list(gates.values()), linear_maps(model)),
-    )
-
-
-def analytic_gradient(settings: dict[str, Any], micro_batches: int) -> dict[str, Tensor]:
-    """The gradient of the mean over micro-batches of loss and penalty, with no Trainer."""
-    model = Foreign()
-    for x in samples().chunk(micro_batches):
-        loss = model.training_step([x], 0)
-        ((loss + WEIGHT * term_of(model, settings)) / micro_batches).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def trainer_for(**arguments: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_steps": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**{**defaults, **arguments})
-
-
-def fitted(
-    settings: dict[str, Any],
-    micro_batches: int = 1,
-    cls: type[Foreign] = Foreign,
-    **trainer: Any,
-) -> Foreign:
-    model = cls()
-    loader = DataLoader(TensorDataset(samples()), batch_size=16 // micro_batches)
-    trainer_for(
-        callbacks=[GatePenalty(WEIGHT, **settings)],
-        accumulate_grad_batches=micro_batches,
-        **trainer,
-    ).fit(model, loader)
-    return model
-
-
-@every_usage
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_gradient_equals_the_analytic_one(settings: dict[str, Any], micro_batches: int) -> None:
-    model = fitted(settings, micro_batches)
-    expected = analytic_gradient(settings, micro_batches)
-    without = analytic_gradient({"usage": "hinge_below", "target": 0.0}, micro_batches)
-    assert model.grads.keys() == expected.keys()
-    for name, grad in model.grads.items():
-        torch.testing.assert_close(grad, expected[name], msg=name)
-    assert any(not torch.allclose(expected[name], without[name]) for name in expected)
-
-
-@every_usage
-def test_manual_optimization_gets_the_same_gradient(settings: dict[str, Any]) -> None:
-    model = fitted(settings, cls=ForeignByHand)
-    for name, grad in analytic_gradient(settings, 1).items():
-        torch.testing.assert_close(model.grads[name], grad, msg=name)
-
-
-@every_usage
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_with_and_without_a_loss_scaler(
-    precision: str, micro_batches: int, settings: dict[str, Any]
-) -> None:
-    plugins = []
-    if precision == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # type: ignore[attr-defined]
-        plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
-    model = fitted(
-        settings, micro_batches, precision=None if plugins else precision, plugins=plugins
-    )
-    for name, grad in analytic_gradient(settings, micro_batches).items():
-        torch.testing.assert_close(model.grads[name], grad, msg=name, atol=2e-2, rtol=2e-2)
-
-
-def test_two_processes_equal_one_with_twice_the_batch(
-    in_two_processes: Callable[[str], list[Any]],
-) -> None:
-    ranks = in_two_processes("""
-sys.path.insert(0, sys.path[0] + "/callbacks")
-from test_gate_penalty import *
-class MeanSquare(Foreign):  # a mean over samples, so that halves average to the whole
-    def training_step(self, batch, batch_idx):
-        return self.backbone(batch[0]).square().mean()
-result = {}
-for name, settings in USAGES.items():
-    model = MeanSquare()
-    loader = DataLoader(TensorDataset(samples()), batch_size=8)
-    penalty = GatePenalty(WEIGHT, **settings)
-    trainer_for(callbacks=[penalty], strategy="ddp", devices=2).fit(model, loader)
-    result[name] = {name: grad.tolist() for name, grad in model.grads.items()}
-""")
-    for usage, settings in USAGES.items():
-        model = Foreign()
-        loss = model.backbone(samples()).square().mean()
-        (loss + WEIGHT * term_of(model, settings)).backward()
-        for grads in ranks:
-            for name, parameter in model.named_parameters():
-                found = torch.tensor(grads[usage][name])
-                torch.testing.assert_close(found, parameter.grad, msg=f"{usage}: {name}")
 
 
 def test_logs_the_usage_and_lets_go_of_the_graph() -> None:
@@ -351,32 +181,6 @@ def test_several_penalties_add_up_and_log_under_their_names() -> None:
         trainer_for(callbacks=[GatePenalty(1), GatePenalty(1)]).fit(
             Foreign(), DataLoader(TensorDataset(samples()))
         )
-
-
-class Checkpointed(Foreign):
-    """Activations are computed again in the backward pass."""
-
-    reentrant = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0].clone().requires_grad_()
-        for layer in self.backbone:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        loss: Tensor = x.square().mean().sqrt()
-        return loss
-
-
-class CheckpointedTheOldWay(Checkpointed):
-    reentrant = True
-
-
-@every_usage
-def test_activation_checkpointing_presses_once_or_is_refused(settings: dict[str, Any]) -> None:
-    model = fitted(settings, cls=Checkpointed)
-    for name, grad in analytic_gradient(settings, 1).items():
-        torch.testing.assert_close(model.grads[name], grad, msg=name)
-    with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
-        fitted(settings, cls=CheckpointedTheOldWay)
 
 
 def test_a_penalty_reaches_gates_that_the_loss_does_not() -> None:

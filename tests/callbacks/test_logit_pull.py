@@ -95,7 +95,7 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), 0.01)
 
 
-class ByHooks(pl.Callback):
+class Early(pl.Callback):
     """Takes the known gradient away from a penalty, so that p is pulled at in the backward pass."""
 
     def __init__(self, penalty: Any) -> None:
@@ -129,18 +129,18 @@ def fitted(
     lambda: GatePenalty(0.5, layer_weights={"*0.gate": 3.0}),
     lambda: BudgetController(0.5, begin=0, every_n_steps=2, landing=1.0),
 ])  # fmt: skip
-def test_a_training_is_the_one_with_hooks_in_the_backward_pass(
+def test_a_training_is_the_one_early_in_the_backward_pass(
     make: Any, device: str, tmp_path: Any
 ) -> None:
     seen = []
-    for with_hooks in (False, True):
+    for early in (False, True):
         torch.manual_seed(0)
         model, penalty = Net(), make()
-        callbacks = [penalty, TemperatureAnnealing(), *([ByHooks(penalty)] if with_hooks else [])]
+        callbacks = [penalty, TemperatureAnnealing(), *([Early(penalty)] if early else [])]
         options = {"accelerator": device, "max_epochs": 8, "accumulate_grad_batches": 2}
         fitted(model, callbacks, tmp_path, **options)
         seen.append(torch.stack(model.seen))
-        assert penalty.pressure.later is not with_hooks
+        assert penalty.pressure.later is not early
         copy.deepcopy(penalty)  # although it has seen graphs
     torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=1e-4)
     assert seen[0].abs().max() > 1e-3
@@ -193,7 +193,7 @@ class WithDeltas(Net):
         self.seen.append(self.delta.grad.clone())
 
 
-def test_logits_that_were_put_in_from_outside_are_found_by_hooks(tmp_path: Any) -> None:
+def test_logits_that_were_put_in_from_outside_are_found_in_the_backward_pass(tmp_path: Any) -> None:
     seen = []
     for weight in (0.0, 7.0):
         torch.manual_seed(0)

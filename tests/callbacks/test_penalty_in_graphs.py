@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import DynamicGate, GatedLinear, gate_layers
+from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, gate_layers
 from dg_lightning.callbacks import BudgetController, GatePenalty
 
 WEIGHT = 0.7
@@ -182,6 +182,40 @@ def test_graphs_are_let_go_when_a_batch_ends(policy: str, tmp_path: Path) -> Non
 
     fitted(Holds(policy), [GatePenalty(WEIGHT), Look()], tmp_path)
     assert len(alive) == 6
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_our_module_lets_go_itself_and_a_penalty_is_told_of_in_the_next_batch(
+    loses: bool, tmp_path: Path
+) -> None:
+    class Loses(GatedClassifier):
+        def backward(self, loss: Tensor, *_: Any) -> None:
+            if not loses or self.global_step != 2:
+                loss.backward()
+
+    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [8], "gate": {"kind": "dynamic"}}}
+    model, penalty = Loses(net, input_shape=[4], num_classes=2), GatePenalty(WEIGHT)
+    data = TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        callbacks=[penalty],
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if loses:
+        with pytest.raises(RuntimeError, match="did not come by the gates"):
+            trainer.fit(model, DataLoader(data, batch_size=8))
+        assert trainer.global_step == 3
+        return
+    trainer.fit(model, DataLoader(data, batch_size=8))
+    assert penalty.on_train_batch_end is None
+    (gate,) = gate_layers(model).values()
+    assert gate.probability is not None
+    assert not gate.probability.requires_grad
 
 
 def test_somebodys_own_hook_on_a_penalty_is_called(tmp_path: Path) -> None:

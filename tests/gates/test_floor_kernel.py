@@ -1,28 +1,18 @@
 """The kernel of gates with a floor, against torch; on a CPU by Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreted import DEVICE, INTERPRETED, here, passes_interpreted, unless_it_runs_here
 
 from dg_lightning.gates.decision import decided
 from dg_lightning.gates.policies import top_k_mask
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs CUDA")
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="it runs by itself here")
+@unless_it_runs_here
 def test_without_a_gpu_it_is_interpreted() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout
+    passes_interpreted(__file__)
 
 
 @here

@@ -1,29 +1,20 @@
 """The kernel that drops and grows, against a sort by numpy; on a CPU by Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import DEVICE, INTERPRETED, here, passes_interpreted, unless_it_runs_here
 
 pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs CUDA")
 # On a GPU many programs count together, and some have nothing to do.
 SIZES = [2, 7, 64, 4096, 5001] + ([] if INTERPRETED else [132 * 4096 + 1, 2_000_003])
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="it runs by itself here")
+@unless_it_runs_here
 def test_without_a_gpu_it_is_interpreted() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "passed" in done.stdout
+    passes_interpreted(__file__)
 
 
 def first_largest(scores: Any, allowed: Any, count: int) -> Any:

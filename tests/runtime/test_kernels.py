@@ -1,14 +1,11 @@
 """Triton kernels against plain torch: on a GPU, or interpreted on a CPU in a process of its own."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gated_nets import feed_forward, random_gate
+from interpreted import DEVICE, INTERPRETED, here, passes_interpreted, unless_it_runs_here
 from torch import nn
 
 from dg_lightning.gates import DynamicGate
@@ -16,9 +13,6 @@ from dg_lightning.runtime.engines import masked
 from dg_lightning.runtime.feed_forward import FeedForward
 
 triton = pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-here = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs CUDA")
 DTYPES = [torch.float64] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]
 
@@ -41,15 +35,10 @@ def close(found: Any, expected: Any, dtype: Any) -> None:
     torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or INTERPRETED, reason="they run by themselves here")
+@unless_it_runs_here
 def test_kernels_are_right_when_they_are_interpreted() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1].replace("1 skipped", "")
+    printed = passes_interpreted(__file__)
+    assert "skipped" not in printed.splitlines()[-1].replace("1 skipped", "")
 
 
 @here
