@@ -109,7 +109,8 @@ def update(device: str, side: int) -> tuple[float, float]:
         if device == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
-        new = rewired(connections.mask, layer.weight.detach().abs(), gradient.abs(), 0.3)
+        scores = layer.weight.detach(), gradient.abs()
+        new = rewired(connections.mask, *scores, 0.3, by_size=True)
         connections.change(new, optimizer)
         if device == "cuda":
             torch.cuda.synchronize()

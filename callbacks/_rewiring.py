@@ -80,8 +80,20 @@ class Rewiring(Sparse):
         return min(due, furthest) if due < self._until else furthest
 
     def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return the new mask of a layer, from scores for keeping and for growing."""
+        """Return the new mask of a layer, from scores for keeping and for growing.
+
+        Of these the size counts: they may be weights and gradients.
+        """
         if c.full:
             return c.mask
-        fraction, total = self._fraction_at(step), c.count // c.structure.block**2
-        return rewired(c.mask, keep, grow, fraction, c.structure, self.exclude_just_dropped, total)
+        return rewired(
+            c.mask,
+            keep,
+            grow,
+            self._fraction_at(step),
+            c.structure,
+            self.exclude_just_dropped,
+            by_size=True,
+            total=c.count // c.structure.block**2,
+            finite=self.only_if,
+        )

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.averaging import mask_averages
-from dg_lightning.log_steps import is_logged, log_figures, steps_done
+from dg_lightning.log_steps import is_logged, log_figures, step_counter
 from dg_lightning.rewiring import (
     WEIGHT_BY_WEIGHT,
     Connections,
@@ -46,6 +46,7 @@ class Sparse(MaskedLayers):
         # By optimizer: how many parameters it has, and what masks the gradients of ours.
         self._mine: dict[Optimizer, tuple[int, GradientMask]] = {}
         self._due: list[Connections] = []
+        self._steps: Any = None  # what counts them
         self._step = 0
         self._look_at = 0  # the next step that may be followed by a change
         self._logged_at = -1
@@ -109,13 +110,14 @@ class Sparse(MaskedLayers):
         self._is_monitored = any(str(key).startswith("rewire/") for key in monitored)
         self._log_figures(True)
         self._mine, self._look_at = {}, 0
+        self._steps = step_counter(trainer, pl_module)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         mask_gradients = self._mask_of(optimizer)
-        step = steps_done(trainer, pl_module) + 1
+        step = self._steps.completed + 1
         # Some optimizers compute the gradients of a step several times: the last ones count.
         if step >= self._look_at or step == self._step or self.sees_all_gradients:
             self._look(trainer, pl_module, optimizer, step, mask_gradients.connections)

@@ -13,7 +13,6 @@ from dg_lightning.rewiring import (
     Distribution,
     OpenRates,
     all_finite,
-    all_finite_later,
 )
 from dg_lightning.schedules import Duration
 from dg_lightning.step_hooks import only_used_hooks, use_hooks
@@ -200,7 +199,8 @@ class RigL(Rewiring):
         kind = type(self)
         ours = kind.rewire is Rewiring.rewire and kind.see_gradients is RigL.see_gradients
         plain = ours and self.grow == "gradient" and not self.skip_optimizer_step and not scaled
-        return plain and all(c.weight.is_cuda for c in self.connections.values())
+        devices = {c.weight.device for c in self.connections.values()}
+        return plain and len(devices) == 1 and devices.pop().type == "cuda"
 
     @override
     @torch.no_grad()
@@ -212,16 +212,14 @@ class RigL(Rewiring):
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
         masks = {c: c.mask for c in due if c.full}
-        weights = [c.weight.detach() for c in self._scores]
-        keeps = dict(zip(self._scores, torch._foreach_abs(weights) if weights else [], strict=True))
-        if keeps and self.checks_later(trainer):
-            self.only_if = all_finite_later([*self._scores.values(), *keeps.values()])
-        elif not all_finite(keeps.values()):
+        if self.checks_later(trainer):
+            self.only_if = torch.ones((), dtype=torch.bool, device=due[0].weight.device)
+        elif not all_finite(c.weight.detach() for c in self._scores):
             self.leave_out(due)
             self._scores = {}
             return {}
         for c, grow in self._scores.items():
-            keep = keeps[c]
+            keep = c.weight.detach()
             if c.layer in rates:
                 share = rates[c.layer].clamp_min(_LEAST_RATE)
                 grow = grow / share

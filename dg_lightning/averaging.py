@@ -63,16 +63,13 @@ def _copies(trainer: Any) -> list[nn.Module]:
     """Find the averages that callbacks hold: `AveragedModel`s, and the one of Lightning's SWA."""
     swa = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
     averages = [average.module for average in _averages(trainer)]
-    return averages + [v for v in swa if isinstance(v, nn.Module) and not _is_average(v)]
-
-
-def _is_average(value: Any) -> bool:
-    return isinstance(value, AveragedModel)
+    modules = [v for v in swa if isinstance(v, nn.Module)]
+    return averages + [module for module in modules if not isinstance(module, AveragedModel)]
 
 
 def _averages(trainer: Any) -> list[AveragedModel]:
-    held = [value for callback in trainer.callbacks for value in vars(callback).values()]
-    return [value for value in held if _is_average(value)]
+    held = [vars(callback).values() for callback in trainer.callbacks]
+    return [value for values in held for value in values if isinstance(value, AveragedModel)]
 
 
 def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ __all__ = [
     "log_of_step",
     "logged_step",
     "logs_now",
+    "step_counter",
     "steps_done",
 ]
 
@@ -21,12 +22,16 @@ _OURS = ("gates/", "collapse/")  # keys of callbacks
 
 def steps_done(trainer: Any, pl_module: Any) -> int:
     """Return the Trainer's `global_step`, for hooks of every step: without seven calls."""
+    done: int = step_counter(trainer, pl_module).completed
+    return done
+
+
+def step_counter(trainer: Any, pl_module: Any) -> Any:
+    """Return what counts the steps of a training, in `completed`; it stays the same all along."""
     loop = trainer.fit_loop.epoch_loop
     if pl_module.automatic_optimization:
-        done: int = loop.automatic_optimization.optim_progress.optimizer.step.total.completed
-    else:
-        done = loop.manual_optimization.optim_step_progress.total.completed
-    return done
+        return loop.automatic_optimization.optim_progress.optimizer.step.total
+    return loop.manual_optimization.optim_step_progress.total
 
 
 def logged_step(trainer: Any) -> int:

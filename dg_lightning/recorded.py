@@ -76,14 +76,6 @@ class Recorded:
         result: Result = kept.result
         return result
 
-    def replay_of(self, in_place: Sequence[Tensor]) -> Callable[[], None] | None:
-        """Return what replays a function without arguments, where it is recorded.
-
-        For whoever knows that the tensors that it reads lie where they lay.
-        """
-        kept = self._kept.get(_key(in_place))
-        return None if kept is None else kept.replay
-
     def _by_copies(
         self,
         function: Callable[..., Any],

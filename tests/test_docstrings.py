@@ -35,6 +35,7 @@ def test_examples_in_docstrings_hold(name: str) -> None:
         "floor_kernel",
         "kernel_launch",
         "kernels",
+        "mask_kernel",
         "packing",
         "rewire_kernel",
         "triton_engine",

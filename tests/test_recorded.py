@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dg_lightning import recorded as recorded_module
 from dg_lightning.recorded import Recorded
-from dg_lightning.rewiring import Connections, GradientMask
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -131,65 +130,3 @@ def test_it_can_be_copied_and_pickled_without_its_recordings() -> None:
     for other in (copy.deepcopy(recorded), pickle.loads(pickle.dumps(recorded))):
         for _ in range(3):
             assert other(lambda: x + 1, [x]).tolist() == [2.0, 2.0]
-
-
-@needs_cuda
-@pytest.mark.parametrize("number", [2, 5])  # one by one, and by a recording
-def test_gradients_are_masked_wherever_they_lie(number: int) -> None:
-    layers: Any = [torch.nn.Linear(64, 32, bias=False, device="cuda") for _ in range(number)]
-    masks = [torch.rand(32, 64, device="cuda") < 0.3 for _ in layers]
-    mask_gradients = GradientMask(
-        Connections("", layer, mask) for layer, mask in zip(layers, masks, strict=True)
-    )
-    kept = []
-    for turn in range(40):
-        gradients = [torch.randn(32, 64, device="cuda") for _ in layers]
-        gradients[1][masks[1].logical_not()] = torch.inf
-        if turn % 5 == 0:
-            kept.append(gradients[0])  # so that the next ones lie elsewhere
-        expected = [g.masked_fill(~mask, 0) for g, mask in zip(gradients, masks, strict=True)]
-        for layer, gradient in zip(layers, gradients, strict=True):
-            layer.weight.grad = gradient
-        mask_gradients()
-        for layer, wanted in zip(layers, expected, strict=True):
-            assert torch.equal(layer.weight.grad, wanted)
-
-
-class PlayedMask:
-    """Stands in for a recording of masked gradients: masks those that there were then."""
-
-    def __init__(self, function: Any, fresh: Any, device: Any, *, copied: bool) -> None:
-        self.result = None
-        self.pairs = [(c.weight.grad, c.mask) for c in function.__self__._sparse]
-
-    def replay(self) -> None:
-        for gradient, mask in self.pairs:
-            gradient.mul_(mask)
-
-
-def test_a_replay_masks_the_gradients_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_module, "_Recording", PlayedMask)
-    monkeypatch.setattr(recorded_module, "_can_be_recorded", lambda *_: True)
-    torch.manual_seed(0)
-    layers: Any = [torch.nn.Linear(6, 5, bias=False) for _ in range(3)]
-    half, full = torch.rand(5, 6) < 0.5, torch.ones(5, 6, dtype=torch.bool)
-    connections = [
-        Connections("", layer, mask)
-        for layer, mask in zip(layers, (half, ~half, full), strict=True)
-    ]
-    mask_gradients = GradientMask(connections)
-    lying = [[torch.empty(5, 6) for _ in layers] for _ in range(3)]  # in three places
-    replays = 0
-    for turn in range(60):
-        if turn == 40:
-            connections[2].change(half, None)  # which had all of them
-        for layer, place in zip(layers, lying[turn % 7 // 3], strict=True):
-            layer.weight.grad = place.fill_(1.0)
-        if turn % 11 == 0:
-            layers[1].weight.grad = None
-        replays += mask_gradients._replay is not None
-        mask_gradients()
-        for c, layer in zip(connections, layers, strict=True):
-            if layer.weight.grad is not None:
-                assert torch.equal(layer.weight.grad, c.mask.float()), turn
-    assert replays > 10

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from zlib import crc32
 
 import torch
@@ -41,6 +41,8 @@ class Connections:
         structure: What they keep to.
     """
 
+    changes: ClassVar[int] = 0  # of all layers: who looks for some asks in every step
+
     def __init__(
         self, name: str, layer: nn.Module, mask: Tensor, structure: Structure | None = None
     ) -> None:
@@ -51,13 +53,12 @@ class Connections:
         self.mask = mask.to(self.weight.device, copy=True)
         (self._count,) = counted(self.mask)
         self.changed_at = 0  # the last step after which connections were changed, or were to be
-        self.changes = 0  # how often they were
         self.left_out_at: int | None = None  # the last time that was left out, until it is told of
         self._churn = 0.0
         self._news: News | None = None  # of the last change, on a GPU, until they are read
         self._dead_ends: list[int] | None = None  # None until they are counted
         self._every = _even_step(self.mask.numel(), self.mask[0].numel())
-        self._explore(packed(self._sample()))
+        self._explore(packed(self._sample()).numpy())
         layer.connection_mask = self.mask
         self.apply()
 
@@ -82,27 +83,31 @@ class Connections:
         """Take in what the last change has counted on a GPU, which is waited for here."""
         if self._news is None:
             return
+        import numpy as np  # torch would wake its threads up for so little, to be in the way
+
         news, self._news = self._news.read(), None
-        rows, columns = self.mask.flatten(1).shape
+        outputs = len(self.mask)
+        inputs = self.mask.numel() // outputs
         count, same, made, _ = news[:HEADER].view("int64").tolist()
-        ends, sample = news[HEADER : HEADER + columns + rows], news[HEADER + columns + rows :]
-        self._dead_ends = [int((part == 0).sum()) for part in (ends[:columns], ends[columns:])]
+        ends, sample = news[HEADER : HEADER + inputs + outputs], news[HEADER + inputs + outputs :]
+        live = np.count_nonzero(ends[:inputs]), np.count_nonzero(ends[inputs:])
+        self._dead_ends = [int(inputs - live[0]), int(outputs - live[1])]
         if made:
-            self._take_in([count, same], torch.from_numpy(sample))
+            self._take_in([count, same], np.packbits(sample))
         else:
             self.left_out_at = self.changed_at
 
-    def _take_in(self, counts: list[int], sample: Tensor) -> None:
+    def _take_in(self, counts: list[int], sample: Any) -> None:
         count, same = counts
         made = (self.mask.numel() - same + count - self._count) / 2
         self._count, self._churn = count, made / max(1, count)
-        self._explore(self._explored | packed(sample))
+        self._explore(self._explored | sample)
 
-    def _explore(self, explored: Tensor) -> None:
-        """Take a history of the sampled positions."""
+    def _explore(self, explored: Any) -> None:
+        """Take a history of the sampled positions, eight a byte."""
         self._explored = explored
         # Python counts bits faster than numpy unpacks them; those that fill the last byte are 0.
-        bits = int.from_bytes(explored.numpy().tobytes()).bit_count()
+        bits = int.from_bytes(explored.tobytes()).bit_count()
         self._share_explored = bits / math.ceil(self.mask.numel() / self._every)
 
     @property
@@ -139,7 +144,7 @@ class Connections:
         They follow at once where a kernel can do it: `at_zero` are all of them, and all start at 0.
         """
         self.read_news()
-        self.changes += 1
+        Connections.changes += 1
         self._dead_ends = None
         later = _counts_later(mask)  # all that is asked of it at once: nothing waits for it here
         if later and at_zero is not None and mask.is_cuda:
@@ -164,7 +169,7 @@ class Connections:
             sample = self._sample().view(torch.uint8)
             self._news = News(torch.cat((header, *self._live_ends(), sample)))
         elif only_if is None or only_if:
-            self._take_in(counted(mask, same), self._sample())
+            self._take_in(counted(mask, same), packed(self._sample()).numpy())
         else:
             self.left_out_at = self.changed_at
         return same
@@ -204,7 +209,7 @@ class Connections:
         return {
             "mask": packed(self.mask),
             "shape": list(self.mask.shape),
-            "explored": self._explored.clone(),
+            "explored": torch.from_numpy(self._explored.copy()),
             "churn": self._churn,
             "changed_at": self.changed_at,
         }
@@ -215,10 +220,10 @@ class Connections:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.changes += 1
+        Connections.changes += 1
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
         (self._count,) = counted(self.mask)
-        self._explore(state["explored"].cpu().clone())
+        self._explore(state["explored"].cpu().clone().numpy())
         self._churn, self._news, self._dead_ends = state["churn"], None, None
         self.left_out_at = None
         self.changed_at = state["changed_at"]

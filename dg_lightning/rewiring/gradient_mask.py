@@ -1,22 +1,27 @@
 """Keep the gradients of missing connections away from an optimizer, in every step."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
-from dg_lightning.recorded import Recorded
+from dg_lightning.own_kernels import kernel_on
 
 from .connections import Connections
 from .zeroing import keep_only
 
 __all__ = ["GradientMask"]
 
+_MOST_KEPT = 8
+
 
 class GradientMask:
     """Lets no gradient reach the missing connections of some layers.
 
     Their weight, gradient and slots are 0, so every optimizer that works weight by weight leaves
-    all of them at 0. It is called in every step, and on a GPU is one launch.
+    all of them at 0. It is called in every step, and on a GPU is one launch. Gradients are fresh in
+    every step, and mostly lie where others lay before; what masks them there is kept.
 
     Args:
         connections: The layers.
@@ -26,31 +31,25 @@ class GradientMask:
         self.connections = list(connections)
         self._sparse: list[Connections] = []
         self._weights: list[nn.Parameter] = []
-        self._recorded = Recorded()
-        self._addresses: list[int] = []  # where gradients lay in the last step
-        self._replay: Callable[[], None] | None = None  # what masks them there
+        self._kept: dict[tuple[int, ...], Callable[[], None]] = {}  # by where gradients lie
         self._looked_at = -1
 
     def __call__(self) -> None:
         """Mask the gradients that there are."""
-        changes = 0
-        for c in self.connections:
-            changes += c.changes
-        if changes != self._looked_at:
+        if Connections.changes != self._looked_at:
             self._look()
-            self._looked_at = changes
-        gradients, addresses = [], []
+            self._looked_at = Connections.changes
+        addresses = []
         for weight in self._weights:
             if (gradient := weight.grad) is None:
                 self._mask()
                 return
-            gradients.append(gradient)
             addresses.append(gradient.data_ptr())
-        if addresses == self._addresses and self._replay is not None:
-            self._replay()  # as in the step before
-        elif gradients:
-            self._recorded(self._mask, gradients)
-            self._addresses, self._replay = addresses, self._recorded.replay_of(gradients)
+        mask = self._kept.get((*addresses,))
+        if mask is not None:
+            mask()
+        elif addresses:
+            self._mask_by_kernel((*addresses,))
 
     def _look(self) -> None:
         """See which layers have all connections, and need no mask."""
@@ -58,7 +57,30 @@ class GradientMask:
         sparse = [c for c in self.connections if c.has_news or not c.full]
         if sparse != self._sparse:
             self._sparse, self._weights = sparse, [c.weight for c in sparse]
-            self._recorded, self._replay = Recorded(), None
+            self._kept = {}
+
+    def _mask_by_kernel(self, addresses: tuple[int, ...]) -> None:
+        """Mask gradients that lie where none lay before, and keep what does it."""
+        kernel, again = _kernel_on(self._weights[0].device), None
+        if kernel is not None:
+            again = kernel([w.grad for w in self._weights], [c.mask for c in self._sparse])
+        if again is None:
+            self._mask()
+            return
+        if len(self._kept) == _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[addresses] = again
 
     def _mask(self) -> None:
         keep_only((g, c.mask) for c in self._sparse if (g := c.weight.grad) is not None)
+
+
+def _kernel_on(device: torch.device) -> Any:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    return kernel_on(device, "rewiring.mask_kernel", "masked_at_once", _try_kernel)
+
+
+def _try_kernel(masked_at_once: Any, device: torch.device) -> None:
+    ones = torch.ones(2, 2, device=device)
+    masked_at_once([ones], [ones.bool()])

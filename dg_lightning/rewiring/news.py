@@ -27,10 +27,7 @@ class News:
             self._arrived = torch.cuda.current_stream(counted.device).record_event()
 
     def read(self) -> Any:
-        """Return them as an array, when they have arrived.
-
-        By numpy: threads that torch wakes up for so little go on to be in the way of others.
-        """
+        """Return them as an array, when they have arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._bytes.numpy()

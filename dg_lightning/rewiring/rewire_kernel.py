@@ -38,13 +38,14 @@ def _bits(scores, marks, MARK: tl.constexpr, here, inside):
 
 @triton.jit
 def _choose(
-    scores, marks, MARK: tl.constexpr, count, new, ADDS: tl.constexpr, counters, start, end,
+    scores, marks, MARK: tl.constexpr, count, new, ADDS: tl.constexpr, finite, counters, start, end,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Set `new` for the `count` largest scores of those whose mark is so; of equal ones the first.
 
     The smallest one that is in is found by its bits, eight at a time from the highest on: programs
-    add up how often each digit occurs, and all of them see which one it must be.
+    add up how often each digit occurs, and all of them see which one it must be. If any score, of
+    whatever mark, is not finite, `finite` is set to 0.
     """
     arrived, digits = counters, counters + 32
     ties = digits + 4 * 256
@@ -53,12 +54,15 @@ def _choose(
     smallest = start * 0  # a number of the program, not a constant
     left = count  # how many of those that equal the smallest so far are in, and how many there are
     equal = count
+    largest = tl.zeros([BLOCK], tl.int32)
     for place in tl.static_range(4):
         own = tl.zeros([256], tl.int32)
         for at in range(start, end, BLOCK):
             here = at + tl.arange(0, BLOCK)
             bits, allowed = _bits(scores, marks, MARK, here, here < end)
-            if place > 0:
+            if place == 0:
+                largest = tl.maximum(largest, bits)
+            else:
                 allowed = allowed & ((bits >> (32 - 8 * place)) == smallest)
             own += tl.histogram((bits >> (24 - 8 * place)) & 255, 256, mask=allowed)
         tl.atomic_add(digits + 256 * place + digit, own, mask=own > 0)
@@ -69,6 +73,8 @@ def _choose(
         left -= tl.sum(tl.where(digit > found, every, 0))
         equal = tl.sum(tl.where(digit == found, every, 0))
         smallest = (smallest << 8) | found
+    if tl.max(largest) >= 0x7F800000:  # the bits of what is infinite, or beyond: not a number
+        tl.store(finite, 0)
     before = start * 0
     if equal > left:  # who is first is counted over all programs
         for at in range(start, end, BLOCK):
@@ -97,7 +103,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["size", "share", "kept", "grown"])
 def _rewire(
-    old, keep, grow, new, counters, size, share, kept, grown,
+    old, keep, grow, new, finite, counters, size, share, kept, grown,
     EXCLUDE: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keep the largest of what there is, and grow the largest of what there is not.
@@ -106,34 +112,43 @@ def _rewire(
     """
     start = tl.program_id(0) * share
     end = tl.minimum(start + share, size)
-    _choose(keep, old, 1, kept, new, False, counters, start, end, PROGRAMS, BLOCK)
+    _choose(keep, old, 1, kept, new, False, finite, counters, start, end, PROGRAMS, BLOCK)
     counters += 32 + 4 * 256 + PROGRAMS
     if EXCLUDE:
-        _choose(grow, old, 0, grown, new, True, counters, start, end, PROGRAMS, BLOCK)
+        _choose(grow, old, 0, grown, new, True, finite, counters, start, end, PROGRAMS, BLOCK)
     else:
-        _choose(grow, new, 0, grown, new, True, counters, start, end, PROGRAMS, BLOCK)
+        _choose(grow, new, 0, grown, new, True, finite, counters, start, end, PROGRAMS, BLOCK)
 
 
 _launch_rewire = Launch(_rewire, num_warps=16, launch_cooperative_grid=True)
 
 
 def rewired_at_once(
-    old: Tensor, keep: Tensor, grow: Tensor, kept: int, grown: int, exclude: bool
+    old: Tensor,
+    keep: Tensor,
+    grow: Tensor,
+    kept: int,
+    grown: int,
+    exclude: bool,
+    finite: Tensor | None = None,
 ) -> Tensor | None:
     """Return the `kept` of the old connections with the largest scores, and the best others.
 
+    What counts of a score is its size, not its sign.
+
     Args:
         old: The connections, bool.
-        keep: Scores for keeping, at least 0, of the same shape.
+        keep: Scores for keeping, of the same shape.
         grow: Scores for growing, likewise.
         kept: How many stay.
         grown: How many come, the largest of those that do not stay; of equal ones the first.
         exclude: Whether none of the old ones may come again.
+        finite: A bool that is unset if a score is not finite.
 
     Returns:
         The new connections; None where the kernel does not do it: then torch must.
     """
-    floats = keep.dtype == grow.dtype == torch.float32
+    floats = keep.dtype == grow.dtype == torch.float32 and old.shape == keep.shape == grow.shape
     packed = old.is_contiguous() and keep.is_contiguous() and grow.is_contiguous()
     if VERSION < (3, 6) or not floats or not packed or not 0 < old.numel() <= _MOST:
         return None
@@ -145,7 +160,7 @@ def rewired_at_once(
     most = triton.next_power_of_2(_processors(old.device))  # not of each layer: it is compiled in
     counters = torch.zeros(2 * (32 + 4 * 256 + most), dtype=torch.int32, device=old.device)
     new = torch.empty_like(old)
-    tensors = old.view(torch.uint8), keep, grow, new.view(torch.uint8), counters
+    tensors = old, keep, grow, new, old.new_empty(()) if finite is None else finite, counters
     constants = exclude, most, _BLOCK
     _launch_rewire(programs, tensors, (size, share, kept, grown, *constants), constants)
     return new
@@ -160,8 +175,8 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["size", "columns", "rows", "every"])
 def _change(
-    mask, new, only_if, header, news, first, second, third, size, columns, rows, every,
-    TENSORS: tl.constexpr, BLOCK: tl.constexpr,
+    mask, new, only_if, news, first, second, third, size, columns, rows, every,
+    TENSORS: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take new connections, and count what there is to be told of them."""
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -178,10 +193,12 @@ def _change(
         tl.store(second + here, zero, mask=changed)
     if TENSORS > 2:
         tl.store(third + here, zero, mask=changed)
+    header = news.to(tl.pointer_type(tl.int64), bitcast=True)
     tl.atomic_add(header, tl.sum((inside & (after != 0)).to(tl.int64)))
     tl.atomic_add(header + 1, tl.sum((inside & (after == before)).to(tl.int64)))
     tl.store(header + 2, made.to(tl.int64))
     # All write the same: that there is one.
+    news += HEADER
     one = tl.full([BLOCK], 1, tl.uint8)
     tl.store(news + here % columns, one, mask=inside & (after != 0))
     tl.store(news + columns + here // columns, one, mask=inside & (after != 0))
@@ -216,10 +233,9 @@ def changed_at_once(
     columns, samples = size // rows, triton.cdiv(size, every)
     news = torch.zeros(HEADER + columns + rows + samples, dtype=torch.uint8, device=device)
     made = torch.ones((), dtype=torch.bool, device=device) if only_if is None else only_if
-    bits = [tensor.view(torch.uint8) for tensor in (mask, new, made)]
-    three = [*(tensor.detach() for tensor in at_zero), *at_zero[:1] * 2][:3]  # some are not used
-    tensors = *bits, news[:HEADER].view(torch.int64), news[HEADER:], *three
-    constants = len(at_zero), 1024
+    three = [*at_zero, *at_zero[:1] * 2][:3]  # some are not used
+    tensors = mask, new, made, news, *three
+    constants = len(at_zero), HEADER, 1024
     numbers = size, columns, rows, every, *constants
     _launch_change(triton.cdiv(size, 1024), tensors, numbers, constants)
     for changed in (mask, *at_zero):

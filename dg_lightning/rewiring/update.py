@@ -1,6 +1,6 @@
 """Make, rewire and prune masks: pure functions of tensors.
 
-Scores are at least 0. Of some that are not finite nobody should use what is returned.
+Of scores that are not finite nobody should use what is returned.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dg_lightning.own_kernels import kernel_on
 
+from .finite import all_finite_later
 from .selection import counted, largest, largest_in_rows
 from .structures import Structure
 
@@ -38,33 +39,50 @@ def rewired(
     drop_fraction: float,
     structure: Structure | None = None,
     exclude_just_dropped: bool = False,
+    by_size: bool = False,
     total: int | None = None,
+    finite: Tensor | None = None,
 ) -> Tensor:
     """Drop the share of connections with the smallest scores, and grow as many others.
 
     The smallest are sought in the whole layer; each group grows as many as it has lost. What was
     just dropped may grow again, and then counts as kept: a layer whose best connections are the
-    ones that it has does not change. `total` is the number of connections or blocks, where it is
-    known: to count them waits for the device.
+    ones that it has does not change.
+
+    Args:
+        mask: The connections.
+        keep_scores: Scores of the connections that there are.
+        grow_scores: Scores of those that may come.
+        drop_fraction: The share that is dropped.
+        structure: What the connections keep to.
+        exclude_just_dropped: Whether what is dropped may not grow again at once.
+        by_size: Whether of all scores the size counts, not the sign.
+        total: The number of connections or blocks, where it is known: to count them waits for the
+            device.
+        finite: A bool of the device, which is unset if a score is not finite.
 
     >>> mask = torch.tensor([[True, True, False, False]])
-    >>> weights, gradients = torch.tensor([[1.0, 9, 0, 0]]), torch.tensor([[0.0, 0, 5, 7]])
-    >>> rewired(mask, weights, gradients, 0.5).tolist()
+    >>> weights, gradients = torch.tensor([[1.0, -9, 0, 0]]), torch.tensor([[0.0, 0, 5, -7]])
+    >>> rewired(mask, weights, gradients, 0.5, by_size=True).tolist()
     [[False, True, False, True]]
     """
     structure = structure or Structure()
-    old = structure.masks(mask)
-    total = counted(old)[0] if total is None else total
+    total = counted(structure.masks(mask))[0] if total is None else total
     dropped = int(drop_fraction * total + 1e-9)
     if exclude_just_dropped:
-        dropped = min(dropped, old.numel() - total)
+        dropped = min(dropped, mask.numel() // structure.block**2 - total)
+    if dropped and by_size and structure.kind == "unstructured" and mask.is_cuda:
+        new = _at_once(mask, keep_scores, grow_scores, total, dropped, exclude_just_dropped, finite)
+        if new is not None:
+            return new
+    if by_size:
+        keep_scores, grow_scores = keep_scores.abs(), grow_scores.abs()
+    if finite is not None:
+        finite.logical_and_(all_finite_later([keep_scores, grow_scores]))
     if dropped == 0:
         return mask.clone()
+    old = structure.masks(mask)
     keep, grow = structure.groups(keep_scores), structure.groups(grow_scores)
-    if len(old) == 1:
-        new = _at_once(old, keep, grow, total, dropped, exclude_just_dropped)
-        if new is not None:
-            return structure.ungroup(new, mask)
     kept = largest(keep, total - dropped, old, total)
     candidates = ~(old if exclude_just_dropped else kept)
     if len(old) == 1:
@@ -79,15 +97,19 @@ def rewired(
 
 
 def _at_once(
-    old: Tensor, keep: Tensor, grow: Tensor, total: int, dropped: int, exclude: bool
+    old: Tensor,
+    keep: Tensor,
+    grow: Tensor,
+    total: int,
+    dropped: int,
+    exclude: bool,
+    finite: Tensor | None,
 ) -> Tensor | None:
-    """Return the new connections of one group by a kernel, where there is one for it."""
-    if not old.is_cuda:
-        return None
+    """Return the new connections by a kernel, where there is one for them."""
     kernel = kernel_on(old.device, "rewiring.rewire_kernel", "rewired_at_once", _try_kernel)
     if kernel is None:
         return None
-    new: Tensor | None = kernel(old, keep, grow, total - dropped, dropped, exclude)
+    new: Tensor | None = kernel(old, keep, grow, total - dropped, dropped, exclude, finite)
     return new
 
 

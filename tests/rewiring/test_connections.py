@@ -238,40 +238,6 @@ def test_layers_are_found_once_and_a_weight_that_is_no_parameter_is_refused() ->
         sparse_layers(nn.LayerNorm(2), None, set())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_gradient_of_a_missing_connection_is_gone_whatever_it_was(dtype: Any) -> None:
-    layer = nn.Linear(8, 6, dtype=dtype)
-    c = Connections("layer", layer, random_mask(layer.weight, 0.3))
-    gradient = torch.randn(6, 8).to(dtype)
-    layer.weight.grad = gradient.masked_fill(~c.mask, torch.inf)
-    layer.weight.grad[~c.mask & (gradient > 0)] = torch.nan
-    GradientMask([c])()
-    assert torch.equal(layer.weight.grad, gradient.masked_fill(~c.mask, 0))
-
-
-def test_gradients_are_masked_where_there_are_some_and_when_a_layer_becomes_sparse() -> None:
-    layers: list[Any] = [nn.Linear(6, 5, bias=False) for _ in range(3)]
-    full, half = torch.ones(5, 6, dtype=torch.bool), torch.arange(30).reshape(5, 6) % 2 == 0
-    first, second, third = (
-        Connections(str(number), layer, mask)
-        for number, (layer, mask) in enumerate(zip(layers, (half, half, full), strict=True))
-    )
-    mask_gradients = GradientMask([first, second, third])
-    for turn in range(4):
-        for layer in layers:
-            layer.weight.grad = torch.ones(5, 6)
-        if turn == 1:
-            layers[0].weight.grad = None  # as when a step has no use for it
-        if turn == 2:
-            third.change(half, None)
-        mask_gradients()
-        if turn != 1:
-            assert torch.equal(layers[0].weight.grad, half.float())
-        assert torch.equal(layers[1].weight.grad, half.float())
-        assert torch.equal(layers[2].weight.grad, (half if turn >= 2 else full).float())
-    GradientMask([])()
-
-
 @pytest.mark.parametrize("shape", [(300, 1000), (6, 4, 3, 3)])
 def test_what_is_counted_later_is_what_is_counted_at_once(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,8 @@ def test_it_keeps_and_grows_what_a_sort_does(size: int, kind: str, exclude: bool
     for grown in {1, max(1, total // 3), total - 1} - {0}:
         kept = total - grown
         grown = min(grown, size - total) if exclude else grown
-        tensors = [tensor.to(DEVICE) for tensor in (old, keep, grow)]
+        signs = torch.where(torch.rand(size, generator=generator) < 0.5, -1.0, 1.0)
+        tensors = [tensor.to(DEVICE) for tensor in (old, keep * signs, -grow * signs)]
         found = rewired_at_once(tensors[0], tensors[1], tensors[2], kept, grown, exclude)
         if kept == 0:
             assert found is None
@@ -57,6 +58,26 @@ def test_it_keeps_and_grows_what_a_sort_does(size: int, kind: str, exclude: bool
         comes = first_largest(grow.numpy(), ~(old.numpy() if exclude else stays), grown)
         assert found is not None
         assert torch.equal(found.cpu(), torch.from_numpy(stays | comes)), (kept, grown)
+
+
+@here
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4028234e38])
+def test_it_tells_of_scores_that_are_not_finite(value: float) -> None:
+    from dg_lightning.rewiring.rewire_kernel import rewired_at_once
+
+    size = 5001 if INTERPRETED else 132 * 4096 + 1
+    generator = torch.Generator().manual_seed(0)
+    old = torch.rand(size, generator=generator) < 0.4
+    for place in (int(old.int().argmax()), int((~old).int().argmax()), size - 1):
+        for which in range(2):
+            scores = [torch.randn(size, generator=generator) for _ in range(2)]
+            scores[which][place] = value
+            finite = torch.tensor(True, device=DEVICE)
+            tensors = [tensor.to(DEVICE) for tensor in (old, *scores)]
+            rewired_at_once(tensors[0], tensors[1], tensors[2], 10, 10, False, finite)
+            assert bool(finite) == (abs(value) < torch.inf)
+            rewired_at_once(tensors[0], tensors[1].sign(), tensors[0].float(), 9, 9, True, finite)
+            assert bool(finite) == (abs(value) < torch.inf)  # once told, it stays
 
 
 @here
@@ -76,12 +97,13 @@ def test_an_update_on_a_gpu_is_the_one_on_a_cpu(structure: str) -> None:
 
     torch.manual_seed(0)
     for shape in ((64, 30), (8, 4, 4, 4), (1024, 3072)):
-        keep, grow = torch.rand(shape), torch.rand(shape)
+        keep, grow = torch.randn(shape), torch.randn(shape)
         blocks = Structure(structure)
         mask = blocks.ungroup(blocks.masks(torch.rand(shape) < 0.2), keep)
-        expected = rewired(mask, keep, grow, 0.3, blocks)
-        found = rewired(mask.cuda(), keep.cuda(), grow.cuda(), 0.3, blocks)
-        assert torch.equal(found.cpu(), expected)
+        for by_size in (True, False):
+            expected = rewired(mask, keep, grow, 0.3, blocks, by_size=by_size)
+            found = rewired(mask.cuda(), keep.cuda(), grow.cuda(), 0.3, blocks, by_size=by_size)
+            assert torch.equal(found.cpu(), expected)
 
 
 @here

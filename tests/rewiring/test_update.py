@@ -47,6 +47,25 @@ def test_published_vector_with_signed_scores(fraction: float, expected: str) -> 
     assert torch.equal(rewired(OLD, scores, scores.abs(), fraction), bits(expected))
 
 
+def test_of_scores_the_size_may_count() -> None:
+    scores = torch.tensor([[-9.0, 1, 4, -1, 5, 8, -2, 3]])
+    for fraction in (0.25, 0.5, 0.75, 1.0):
+        expected = rewired(OLD, scores.abs(), scores.abs(), fraction)
+        assert torch.equal(rewired(OLD, scores, scores, fraction, by_size=True), expected)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e38])
+@pytest.mark.parametrize("fraction", [0.5, 0.0])
+def test_scores_that_are_not_finite_are_told_of(value: float, fraction: float) -> None:
+    for place in range(8):
+        for which in range(2):
+            scores = [torch.ones(1, 8), torch.ones(1, 8)]
+            scores[which][0, place] = value
+            finite = torch.tensor(True)
+            rewired(OLD, scores[0], scores[1], fraction, by_size=True, finite=finite)
+            assert bool(finite) == math.isfinite(value)
+
+
 def test_the_drop_fraction_falls_with_half_a_cosine() -> None:
     at = Schedule(0.3, 0.0, "cosine", until=100).resolve(Clock(200))
     assert [at(0), at(50), at(100), at(150)] == pytest.approx([0.3, 0.15, 0, 0])
