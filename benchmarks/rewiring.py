@@ -19,6 +19,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from alternating import Repeated, StepTimes, turns
 from lightning.pytorch.loggers import CSVLogger
@@ -100,8 +101,9 @@ def update(device: str, side: int) -> tuple[float, float]:
     generator = generator_for(0, "layer", 0, layer.weight.device)
     mask = initial_mask(layer.weight, 0.1, Structure(), generator)
     connections = Connections("layer", layer, mask)
-    held = [v for v in vars(connections).values() if isinstance(v, Tensor)]
-    here = [v for v in held if v is not connections.weight and v.device == layer.weight.device]
+    held = [v for v in vars(connections).values() if isinstance(v, Tensor | np.ndarray)]
+    tensors = [torch.as_tensor(v) for v in held if v is not connections.weight]
+    here = [v for v in tensors if v.device == layer.weight.device]
     taken = sum({v.data_ptr(): v.nbytes for v in here}.values())  # a view is not held twice
     times = []
     for _ in range(6):
