@@ -79,10 +79,16 @@ class Rewiring(Sparse):
         furthest = self._step + LOOK_AHEAD
         return min(due, furthest) if due < self._until else furthest
 
-    def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return the new mask of a layer, from scores for keeping and for growing.
+    def keep_scores(self, c: Connections) -> Tensor:
+        """Return what is kept of a layer: the largest weights."""
+        weight = c.weight.detach()
+        # Of its scores `rewire` looks at the size; somebody's own may count on scores above 0.
+        return weight if type(self).rewire is Rewiring.rewire else weight.abs()
 
-        Of these the size counts: they may be weights and gradients.
+    def rewire(self, step: int, c: Connections, keep: Tensor, grow: Tensor) -> Tensor:
+        """Return the new mask of a layer, from the sizes of scores for keeping and for growing.
+
+        If some are not finite, `only_if` is unset.
         """
         if c.full:
             return c.mask

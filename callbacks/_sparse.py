@@ -69,9 +69,10 @@ class Sparse(MaskedLayers):
         return {}
 
     def checks_later(self, trainer: Any) -> bool:
-        """Tell whether `new_masks` looks at gradients, and not the step before, which waits for it.
+        """Tell whether gradients are not looked at before a step, which would wait for the device.
 
-        It then leaves in `only_if`, a bool on the device, whether they are finite.
+        Then `see_gradients` and `new_masks` leave in `only_if`, a bool on the device, whether they
+        and the weights are finite.
         """
         return False
 
@@ -130,7 +131,7 @@ class Sparse(MaskedLayers):
         if self._changing is not None:  # that was for the step before, whether it was made or not
             self._changing.remove()
             self._changing = None
-        self._step = step
+        self._step, self.only_if = step, None
         self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
         self._look_at = step + 1 if self._due or self.sees_all_gradients else self.next_change()
         if self._due:
@@ -205,7 +206,6 @@ class Sparse(MaskedLayers):
 
     def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
         due, self._due = self._due, []
-        self.only_if = None
         masks = self.new_masks(trainer, self._step, due)
         change_all(masks, optimizer, self.only_if)
         for c in masks:
@@ -290,6 +290,7 @@ class Sparse(MaskedLayers):
             if handle is not None:
                 handle.remove()
         self._handles, self._changing, self._mine, self._due = [], None, {}, []
+        self._steps = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": [], "_changing": None, "_mine": {}}
+        return {**self.__dict__, "_handles": [], "_changing": None, "_mine": {}, "_steps": None}

@@ -14,6 +14,7 @@ from dg_lightning.rewiring import (
     OpenRates,
     all_finite,
 )
+from dg_lightning.rewiring.finite import all_finite_later
 from dg_lightning.schedules import Duration
 from dg_lightning.step_hooks import only_used_hooks, use_hooks
 
@@ -163,6 +164,12 @@ class RigL(Rewiring):
         mean = self.grow == "mean_gradient"
         scores: list[Any] = [self._means[c.name] if mean else c.weight.grad for c in grows]
         self._scores = dict(zip(grows, torch._foreach_abs(scores) if scores else [], strict=True))
+        if due and self.checks_later(trainer):
+            self.only_if = torch.ones((), dtype=torch.bool, device=due[0].weight.device)
+            # Scores are looked at when their layers are rewired; others have all connections.
+            others = [g for c in due if c not in self._scores and (g := c.weight.grad) is not None]
+            if others:
+                self.only_if.logical_and_(all_finite_later(others))
         if due and self.skip_optimizer_step:
             if self._unscales_itself(trainer, optimizer):
                 raise ValueError(
@@ -212,14 +219,12 @@ class RigL(Rewiring):
             seen = self._open.rates()
             rates = self._open.by_layer(None if seen is None else mean_over_ranks(trainer, seen))
         masks = {c: c.mask for c in due if c.full}
-        if self.checks_later(trainer):
-            self.only_if = torch.ones((), dtype=torch.bool, device=due[0].weight.device)
-        elif not all_finite(c.weight.detach() for c in self._scores):
+        if self.only_if is None and not all_finite(c.weight.detach() for c in self._scores):
             self.leave_out(due)
             self._scores = {}
             return {}
         for c, grow in self._scores.items():
-            keep = c.weight.detach()
+            keep = self.keep_scores(c)
             if c.layer in rates:
                 share = rates[c.layer].clamp_min(_LEAST_RATE)
                 grow = grow / share

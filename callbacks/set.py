@@ -52,7 +52,7 @@ class SET(Rewiring):
     ) -> dict[Connections, Tensor]:
         masks = {}
         for c in due:
-            keep = c.weight.detach()
+            keep = self.keep_scores(c)
             generator = self.generator(c.name, keep.device, step)
             grow = torch.rand(keep.shape, generator=generator, device=keep.device)
             if all_finite([keep]):

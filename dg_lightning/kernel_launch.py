@@ -23,7 +23,8 @@ _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 class Launch:
     """Launches a kernel, which takes a third of the time from the second time on.
 
-    It is done in every step, where Python is slow: what it needs is not in any cache.
+    Within a training step every line of Python costs several times what it costs in a loop of its
+    own, because the processor's caches hold other things: there are few of them here.
 
     Args:
         kernel: The kernel, with the tensors as its first arguments; those of bools as bytes.
@@ -71,23 +72,23 @@ class Launch:
         self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], key: Hashable
     ) -> Callable[[], None]:
         """Launch it, and return what launches it with the same arguments again."""
-        self(programs, tensors, numbers, key)
+        by_tensors = partial(self, programs, tensors, numbers, key)
+        by_tensors()
         device = tensors[0].get_device()
-        usual = partial(self, programs, tensors, numbers, key)
-        known = self._compiled.get((key, device))
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if known is None or any(address % 16 for address in addresses):
-            return usual
-        launch, settings = known
+        compiled = self._compiled.get((key, device))
+        if compiled is None or any(address % 16 for address in addresses):
+            return by_tensors
+        launch, settings = compiled
         arguments = *settings, *addresses, *numbers
 
-        def again() -> None:
+        def by_addresses() -> None:
             if device == _device_of_now():
                 launch(programs, 1, 1, _stream_of(device), *arguments)
             else:
-                usual()
+                by_tensors()  # which it also keeps alive
 
-        return again
+        return by_addresses
 
 
 def _without_hooks(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from .connections import Connections, change_all
 from .densities import Distribution, densities
-from .finite import all_finite, all_finite_later
+from .finite import all_finite
 from .gate_correction import OpenRates
 from .gradient_mask import GradientMask
 from .imports import (
@@ -26,7 +26,6 @@ __all__ = [
     "OpenRates",
     "Structure",
     "all_finite",
-    "all_finite_later",
     "announce_masks",
     "change_all",
     "densities",

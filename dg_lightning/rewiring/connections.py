@@ -1,5 +1,6 @@
 """The connections of one layer: its mask, kept true in weights and optimizer, and its figures."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -24,6 +25,7 @@ __all__ = [
     "unpacked",
 ]
 
+_numbers = itertools.count(1)
 _SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
 
 
@@ -41,7 +43,9 @@ class Connections:
         structure: What they keep to.
     """
 
-    changes: ClassVar[int] = 0  # of all layers: who looks for some asks in every step
+    changes: ClassVar[int] = (
+        0  # another number after each of any layer: it is asked for in every step
+    )
 
     def __init__(
         self, name: str, layer: nn.Module, mask: Tensor, structure: Structure | None = None
@@ -97,11 +101,11 @@ class Connections:
         else:
             self.left_out_at = self.changed_at
 
-    def _take_in(self, counts: list[int], sample: Any) -> None:
+    def _take_in(self, counts: list[int], explored: Any) -> None:
         count, same = counts
         made = (self.mask.numel() - same + count - self._count) / 2
         self._count, self._churn = count, made / max(1, count)
-        self._explore(self._explored | sample)
+        self._explore(self._explored | explored)
 
     def _explore(self, explored: Any) -> None:
         """Take a history of the sampled positions, eight a byte."""
@@ -122,6 +126,7 @@ class Connections:
         if self.mask.device != self.weight.device:
             self.mask = self.mask.to(self.weight.device)
             self.layer.connection_mask = self.mask
+            Connections.changes = next(_numbers)
 
     def apply(self) -> None:
         """Set the weights of missing connections to exactly 0."""
@@ -144,7 +149,7 @@ class Connections:
         They follow at once where a kernel can do it: `at_zero` are all of them, and all start at 0.
         """
         self.read_news()
-        Connections.changes += 1
+        Connections.changes = next(_numbers)
         self._dead_ends = None
         later = _counts_later(mask)  # all that is asked of it at once: nothing waits for it here
         if later and at_zero is not None and mask.is_cuda:
@@ -220,7 +225,7 @@ class Connections:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        Connections.changes += 1
+        Connections.changes = next(_numbers)
         self.mask.copy_(unpacked(state["mask"], state["shape"]))
         (self._count,) = counted(self.mask)
         self._explore(state["explored"].cpu().clone().numpy())

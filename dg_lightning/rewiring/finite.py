@@ -18,12 +18,13 @@ def all_finite(values: Iterable[Tensor]) -> bool:
     # all tensors are one operation on a GPU, and on a CPU slower than sums.
     on_gpu = all(value.is_cuda for value in values)
     sums = torch._foreach_norm(values) if on_gpu else [value.sum() for value in values]
-    if all(map(math.isfinite, torch.stack(sums).tolist())):
+    together = torch.stack([value.to(sums[0].device) for value in sums])
+    if all(map(math.isfinite, together.tolist())):
         return True
     return all(bool(value.isfinite().all()) for value in values)
 
 
 def all_finite_later(scores: Sequence[Tensor]) -> Tensor:
-    """Return whether all scores, which are at least 0, are finite: a bool on their device."""
-    largest = torch.stack([score.amax() for score in scores]).amax()
+    """Return whether all scores are finite: a bool on their device."""
+    largest = torch.stack([score.abs().amax() for score in scores]).amax()
     return largest < math.inf  # which what is not a number is not

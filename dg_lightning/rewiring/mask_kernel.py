@@ -16,28 +16,32 @@ _MOST = 1024  # programs: each goes over several blocks then
 
 
 @triton.jit(do_not_specialize=["layers"])
-def _mask(table, layers, BITS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Set gradients to 0 where the mask is; a row of the table is where both lie, and how many."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+def _mask(table, layers, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Set gradients to 0 where the mask is; a row of the table is where both lie, and how many.
+
+    The blocks of all layers, one after the other, are dealt out to the programs in turn.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
     for layer in range(layers):
         gradients = tl.load(table + 3 * layer)
-        masks = tl.load(table + 3 * layer + 1)
+        masks = tl.load(table + 3 * layer + 1).to(tl.pointer_type(tl.uint8))
         size = tl.load(table + 3 * layer + 2)
-        if ALIGNED:
-            gradients = tl.multiple_of(gradients, 16)
-            masks = tl.multiple_of(masks, 16)
         if BITS == 64:
             gradients = gradients.to(tl.pointer_type(tl.int64))
         elif BITS == 32:
             gradients = gradients.to(tl.pointer_type(tl.int32))
         else:
             gradients = gradients.to(tl.pointer_type(tl.int16))
-        masks = masks.to(tl.pointer_type(tl.uint8))
-        for at in range(first, size, tl.num_programs(0) * BLOCK):
+        masks = tl.multiple_of(masks, 16)
+        for at in range(block * BLOCK, size, programs * BLOCK):
             here = at + tl.arange(0, BLOCK)
-            inside = here < size
-            gone = tl.load(masks + here, mask=inside, other=1) == 0
-            tl.store(gradients + here, 0, mask=gone)
+            if at + BLOCK <= size:  # sixteen at a time, which a condition on each would prevent
+                tl.store(gradients + here, 0, mask=tl.load(masks + here) == 0)
+            else:
+                gone = tl.load(masks + here, mask=here < size, other=1) == 0
+                tl.store(gradients + here, 0, mask=gone)
+        block = (block + programs - tl.cdiv(size, BLOCK) % programs) % programs
 
 
 _launch = Launch(_mask, num_warps=8)
@@ -55,21 +59,19 @@ def masked_at_once(
         masks: A bool for each of their entries.
     """
     device, dtype = gradients[0].device, gradients[0].dtype
-    table = []
+    bits, table = 8 * dtype.itemsize, []
     for gradient, mask in zip(gradients, masks, strict=True):
         alike = gradient.device == mask.device == device and gradient.dtype == dtype
-        packed = gradient.is_contiguous() and mask.is_contiguous()
-        if not alike or not packed or gradient.shape != mask.shape or gradient.is_complex():
+        packed = gradient.is_contiguous() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
+        if not alike or not packed or gradient.shape != mask.shape:
             return None
         table.append([gradient.data_ptr(), mask.data_ptr(), mask.numel()])
-    bits = 8 * dtype.itemsize
-    if bits not in (16, 32, 64):
+    if bits not in (16, 32, 64) or dtype.is_complex:
         return None
-    aligned = not any(address % 16 for row in table for address in row[:2])
     blocks = sum(triton.cdiv(size, _BLOCK) for *_, size in table)
     # Nothing waits for the copy, which comes before the launch on the stream.
     on_host = torch.tensor(table, dtype=torch.int64, pin_memory=device.type == "cuda")
-    constants = bits, aligned, _BLOCK
     on_device = on_host.to(device, non_blocking=True)
+    constants = bits, _BLOCK
     numbers = len(table), *constants
     return _launch.repeatedly(min(blocks, _MOST), [on_device], numbers, constants)

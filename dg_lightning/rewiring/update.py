@@ -39,8 +39,9 @@ def rewired(
     drop_fraction: float,
     structure: Structure | None = None,
     exclude_just_dropped: bool = False,
-    by_size: bool = False,
     total: int | None = None,
+    *,
+    by_size: bool = False,
     finite: Tensor | None = None,
 ) -> Tensor:
     """Drop the share of connections with the smallest scores, and grow as many others.
@@ -56,9 +57,9 @@ def rewired(
         drop_fraction: The share that is dropped.
         structure: What the connections keep to.
         exclude_just_dropped: Whether what is dropped may not grow again at once.
-        by_size: Whether of all scores the size counts, not the sign.
         total: The number of connections or blocks, where it is known: to count them waits for the
             device.
+        by_size: Whether of all scores the size counts, not the sign.
         finite: A bool of the device, which is unset if a score is not finite.
 
     >>> mask = torch.tensor([[True, True, False, False]])
@@ -71,8 +72,10 @@ def rewired(
     dropped = int(drop_fraction * total + 1e-9)
     if exclude_just_dropped:
         dropped = min(dropped, mask.numel() // structure.block**2 - total)
-    if dropped and by_size and structure.kind == "unstructured" and mask.is_cuda:
-        new = _at_once(mask, keep_scores, grow_scores, total, dropped, exclude_just_dropped, finite)
+    numbers = total - dropped, dropped, exclude_just_dropped
+    by_kernel = dropped > 0 and by_size and mask.is_cuda
+    if by_kernel and structure.kind == "unstructured":
+        new = _at_once(mask, keep_scores, grow_scores, *numbers, finite)
         if new is not None:
             return new
     if by_size:
@@ -83,6 +86,10 @@ def rewired(
         return mask.clone()
     old = structure.masks(mask)
     keep, grow = structure.groups(keep_scores), structure.groups(grow_scores)
+    if by_kernel and structure.block > 1:
+        new = _at_once(old, keep, grow, *numbers, None)
+        if new is not None:
+            return structure.ungroup(new, mask)
     kept = largest(keep, total - dropped, old, total)
     candidates = ~(old if exclude_just_dropped else kept)
     if len(old) == 1:
@@ -100,8 +107,8 @@ def _at_once(
     old: Tensor,
     keep: Tensor,
     grow: Tensor,
-    total: int,
-    dropped: int,
+    kept: int,
+    grown: int,
     exclude: bool,
     finite: Tensor | None,
 ) -> Tensor | None:
@@ -109,7 +116,7 @@ def _at_once(
     kernel = kernel_on(old.device, "rewiring.rewire_kernel", "rewired_at_once", _try_kernel)
     if kernel is None:
         return None
-    new: Tensor | None = kernel(old, keep, grow, total - dropped, dropped, exclude, finite)
+    new: Tensor | None = kernel(old, keep, grow, kept, grown, exclude, finite)
     return new
 
 

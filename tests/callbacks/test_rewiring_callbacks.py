@@ -157,6 +157,46 @@ def test_a_gradient_that_is_not_finite_changes_no_connection(
         assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("make", [RigL, SET])
+@pytest.mark.filterwarnings("ignore:.* leaves the update")
+def test_a_weight_that_is_not_finite_changes_no_connection(make: Any, tmp_path: Path) -> None:
+    sparse = make(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    watch = Watch(sparse)
+    watch.on_train_batch_end = lambda *_: watch.masks.append(masks_of(sparse))  # type: ignore[method-assign]
+
+    class Breaks(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 7:  # the gradients of the step have been seen
+                with torch.no_grad():
+                    for c in sparse.connections.values():
+                        c.weight[c.mask] = torch.nan
+
+    fit(Plain(), [sparse, Breaks(), watch], tmp_path)
+    assert watch.changes() == [4]
+
+
+@pytest.mark.parametrize("make", [RigL, SET])
+def test_somebodys_own_rule_is_given_scores_of_at_least_0(make: Any, tmp_path: Path) -> None:
+    least = []
+
+    class Own(make):  # type: ignore[misc]
+        def rewire(self, step: int, c: Any, keep: Tensor, grow: Tensor) -> Any:
+            least.extend([float(keep.min()), float(grow.min())])
+            assert torch.equal(keep, c.weight.abs())
+            return super().rewire(step, c, keep, grow)
+
+    masks, weights = [], []
+    for kind in (make, Own):
+        sparse, model = kind(0.6, every_n_steps=4, until=1.0), Plain()
+        fit(model, [sparse], tmp_path)
+        masks.append(masks_of(sparse))
+        weights.append(dict(model.named_parameters()))
+    assert least
+    assert min(least) >= 0
+    assert all(torch.equal(masks[0][name], masks[1][name]) for name in masks[0])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 class Manual(Plain):
     """Two optimizers, stepped by hand."""
 

@@ -9,8 +9,8 @@ import torch
 from sparse_nets import Plain, Watch, fit
 
 from dg_lightning.callbacks import MagnitudePruning, RigL
-from dg_lightning.rewiring import all_finite_later
 from dg_lightning.rewiring import connections as connections_module
+from dg_lightning.rewiring.finite import all_finite, all_finite_later
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -50,11 +50,19 @@ def test_connections_that_somebody_else_changes_stay_away(tmp_path: Path) -> Non
     assert 5 in watch.changes()
 
 
+@needs_cuda
+def test_what_lies_on_several_devices_is_looked_at_together() -> None:
+    values = [torch.ones(3), torch.ones(3, device="cuda")]
+    assert all_finite(values)
+    values[1][0] = torch.nan
+    assert not all_finite(values)
+
+
 @each_device
 def test_what_is_not_finite_is_found_on_the_device(device: str) -> None:
     fine = [torch.full((3, 5), 3e38, device=device), torch.zeros(7, device=device)]
     assert all_finite_later(fine)
-    for wrong in (torch.nan, torch.inf):
+    for wrong in (torch.nan, torch.inf, -torch.inf):
         for place in range(2):
             values = [value.clone() for value in fine]
             values[place].view(-1)[4] = wrong
@@ -62,10 +70,14 @@ def test_what_is_not_finite_is_found_on_the_device(device: str) -> None:
 
 
 @each_device
+@pytest.mark.parametrize("sparsity", [0.6, {"net.0": 0.6, "net.2": 0.0}])  # or one has all of them
+@pytest.mark.parametrize("later", [False, True])
 def test_an_update_that_is_left_out_is_told_of_when_it_is_known(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, sparsity: Any, later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cpu":  # as on a GPU, where nothing waits to see whether gradients are finite
+    if device == "cuda" and not later:
+        monkeypatch.setattr(RigL, "checks_later", lambda *_: False)
+    elif device == "cpu" and later:  # as on a GPU, where nothing waits to see whether they are
         monkeypatch.setattr(connections_module, "_counts_later", lambda _: True)
         monkeypatch.setattr(RigL, "checks_later", lambda *_: True)
 
@@ -80,11 +92,11 @@ def test_an_update_that_is_left_out_is_told_of_when_it_is_known(
             if trainer.global_step + 1 == 8:
                 pl_module.net[2].weight.grad[0, 0] = torch.nan
 
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(sparsity, every_n_steps=4, until=1.0, drop_shape="constant")
     callbacks = [Overflows(), rigl, watch := Watch(rigl)]
     with pytest.warns(UserWarning, match="RigL leaves the update of step 8 out: a gradient or a"):
         fit(Breaks(), callbacks, tmp_path, accelerator=device, max_epochs=1, logger=True)
     assert watch.changes() == [4]  # not 8, and 12 is the end
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(sparsity, every_n_steps=4, until=1.0, drop_shape="constant")
     fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, accelerator=device, max_epochs=1)
     assert watch.changes() == [4, 8]

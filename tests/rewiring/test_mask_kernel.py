@@ -16,8 +16,8 @@ def test_without_a_gpu_it_is_interpreted() -> None:
 
 @here
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("most", [1024, 2])  # programs, which then have several blocks each
-@pytest.mark.parametrize("shift", [0, 1, 8])  # entries off a multiple of 16 bytes, or on it
+@pytest.mark.parametrize("most", [1024, 3, 2])  # programs, which then have several blocks each
+@pytest.mark.parametrize("shift", [0, 1])  # as in the buckets of DDP
 def test_it_masks_as_torch_does(
     dtype: Any, most: int, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,7 +26,7 @@ def test_it_masks_as_torch_does(
     monkeypatch.setattr(mask_kernel, "_MOST", most)
     generator = torch.Generator().manual_seed(shift)
     gradients, masks, rooms = [], [], []
-    for shape in ((3, 4, 2, 2), (1, 1), (150, 128), (7, 5)):
+    for shape in ((3, 4, 2, 2), (1, 1), (64, 128), (150, 128), (7, 5)):
         size = torch.Size(shape).numel()
         mask = torch.rand(shape, generator=generator) < 0.3
         values = torch.randn(shape, generator=generator).to(dtype)
@@ -69,6 +69,8 @@ def test_what_it_does_not_do_is_left_to_torch() -> None:
     mask, gradient = torch.eye(4, device=DEVICE).bool(), torch.ones(4, 4, device=DEVICE)
     assert masked_at_once([gradient.T], [mask]) is None
     assert masked_at_once([gradient], [mask.T]) is None
+    apart = torch.ones(17, device=DEVICE).bool()[1:].view(4, 4)
+    assert masked_at_once([gradient], [apart]) is None
     assert masked_at_once([gradient, gradient.double()], [mask, mask]) is None
     assert masked_at_once([gradient[:2]], [mask]) is None
     assert masked_at_once([gradient.to(torch.complex64)], [mask]) is None

@@ -92,9 +92,18 @@ def test_what_it_does_not_do_is_left_to_torch() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 @pytest.mark.parametrize("structure", ["unstructured", "block:2"])
-def test_an_update_on_a_gpu_is_the_one_on_a_cpu(structure: str) -> None:
-    from dg_lightning.rewiring import Structure, rewired
+def test_an_update_on_a_gpu_is_the_one_on_a_cpu(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dg_lightning.rewiring import Structure, rewired, update
 
+    by_kernel, at_once = [], update._at_once
+
+    def watched(*arguments: Any) -> Any:
+        by_kernel.append(at_once(*arguments))
+        return by_kernel[-1]
+
+    monkeypatch.setattr(update, "_at_once", watched)
     torch.manual_seed(0)
     for shape in ((64, 30), (8, 4, 4, 4), (1024, 3072)):
         keep, grow = torch.randn(shape), torch.randn(shape)
@@ -104,6 +113,8 @@ def test_an_update_on_a_gpu_is_the_one_on_a_cpu(structure: str) -> None:
             expected = rewired(mask, keep, grow, 0.3, blocks, by_size=by_size)
             found = rewired(mask.cuda(), keep.cuda(), grow.cuda(), 0.3, blocks, by_size=by_size)
             assert torch.equal(found.cpu(), expected)
+    assert len(by_kernel) == 3
+    assert all(new is not None for new in by_kernel)
 
 
 @here

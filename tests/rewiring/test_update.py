@@ -47,23 +47,46 @@ def test_published_vector_with_signed_scores(fraction: float, expected: str) -> 
     assert torch.equal(rewired(OLD, scores, scores.abs(), fraction), bits(expected))
 
 
-def test_of_scores_the_size_may_count() -> None:
-    scores = torch.tensor([[-9.0, 1, 4, -1, 5, 8, -2, 3]])
-    for fraction in (0.25, 0.5, 0.75, 1.0):
-        expected = rewired(OLD, scores.abs(), scores.abs(), fraction)
-        assert torch.equal(rewired(OLD, scores, scores, fraction, by_size=True), expected)
+STRUCTURES = ["unstructured", "block:2", "2:4", "fan_in"]
 
 
+@pytest.mark.parametrize("kind", STRUCTURES)
+@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("density", [0.2, 0.6])  # of which little is left to grow into
+def test_of_scores_the_size_may_count(kind: str, exclude: bool, density: float) -> None:
+    torch.manual_seed(0)
+    structure = Structure(kind)
+    old = largest_mask(torch.rand(6, 8), density, structure)
+    keep, grow = torch.randn(6, 8), torch.randn(6, 8)
+    for fraction in (0.3, 0.9):
+        new = rewired(old, keep, grow, fraction, structure, exclude, by_size=True)
+        expected = rewired(old, keep.abs(), grow.abs(), fraction, structure, exclude)
+        assert torch.equal(new, expected)
+        assert new.sum() == old.sum()
+        assert structure.has(new) or kind == "fan_in"
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e38])
-@pytest.mark.parametrize("fraction", [0.5, 0.0])
-def test_scores_that_are_not_finite_are_told_of(value: float, fraction: float) -> None:
-    for place in range(8):
-        for which in range(2):
-            scores = [torch.ones(1, 8), torch.ones(1, 8)]
-            scores[which][0, place] = value
-            finite = torch.tensor(True)
-            rewired(OLD, scores[0], scores[1], fraction, by_size=True, finite=finite)
-            assert bool(finite) == math.isfinite(value)
+@pytest.mark.parametrize("by_size", [False, True])
+def test_scores_that_are_not_finite_are_told_of(kind: str, value: float, by_size: bool) -> None:
+    structure = Structure(kind)
+    old = largest_mask(torch.rand(4, 8), 0.5, structure)
+    for fraction in (0.5, 0.0):  # of which nothing is dropped
+        for place in (0, 5, 31):
+            for which in range(2):
+                scores = [torch.ones(4, 8), torch.ones(4, 8)]
+                scores[which].view(-1)[place] = value
+                finite = torch.tensor(True)
+                options: Any = {"by_size": by_size, "finite": finite}
+                rewired(old, scores[0], scores[1], fraction, structure, **options)
+                assert bool(finite) == math.isfinite(value)
+
+
+def test_where_nothing_is_dropped_the_mask_is_a_new_one_all_the_same() -> None:
+    new = rewired(OLD, torch.ones(1, 8), torch.ones(1, 8), 0.0)
+    assert new is not OLD  # which would stand for no update at all
+    assert torch.equal(new, OLD)
 
 
 def test_the_drop_fraction_falls_with_half_a_cosine() -> None:
