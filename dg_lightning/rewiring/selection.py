@@ -15,7 +15,12 @@ _WORTH_GATHERING = 2**24  # scores: fewer are sooner gone through than gathered
 
 
 def largest(
-    scores: Tensor, count: int, among: Tensor | None = None, allowed: int | None = None
+    scores: Tensor,
+    count: int,
+    among: Tensor | None = None,
+    allowed: int | None = None,
+    *,
+    by_size: bool = False,
 ) -> Tensor:
     """Mark the `count` largest scores of a whole tensor; of equal ones the first win.
 
@@ -27,6 +32,7 @@ def largest(
         count: How many.
         among: Which ones may be marked, bool; all when None.
         allowed: How many those are, where it is known: to count them waits for the device.
+        by_size: Whether of scores the size counts, not the sign.
 
     >>> largest(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
@@ -39,7 +45,8 @@ def largest(
     if count == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     if scores.device.type == "cpu":
-        return _largest_on_cpu(scores, count, among, count / allowed)
+        return _largest_on_cpu(scores, count, among, count / allowed, by_size)
+    scores = scores.abs() if by_size else scores
     if scores.numel() <= _SORTED_AT_ONCE:  # and nothing waits for the device
         flat = (scores if among is None else torch.where(among, scores, -torch.inf)).flatten()
         order = flat.sort(descending=True, stable=True).indices
@@ -80,24 +87,29 @@ def _kth_largest(scores: Tensor, k: int) -> Tensor:
     return scores.topk(scores.numel() - k + 1, largest=False, sorted=False).values.amax()
 
 
-def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: float) -> Tensor:
+def _largest_on_cpu(
+    scores: Tensor, count: int, among: Tensor | None, share: float, by_size: bool
+) -> Tensor:
     """Do it by numpy, which is several times as fast as torch there.
 
     A sample tells between which scores the last one that is in must lie, so that few are sorted. If
-    the sample is wrong, all of them are.
+    the sample is wrong, all of them are. Sizes are taken of few at a time: new memory for all of
+    them costs more than they do.
     """
     import numpy as np
 
     halves = scores.dtype in (torch.bfloat16, torch.float16)  # which numpy does not have or sorts
     values = (scores.float() if halves else scores).flatten().numpy()
     allowed = None if among is None else among.flatten().numpy()
-    low, high = _bounds(values, allowed, share)
+    ranked: Any = np.abs if by_size else np.asarray
+    low, high = _bounds(values, allowed, share, ranked)
     mask = np.empty(len(values), bool)
     parts = []
     for start in range(0, len(values), _IN_CACHE):
         here = slice(start, start + _IN_CACHE)
-        reach = values[here] >= low
-        np.greater(values[here], high, out=mask[here])
+        some = ranked(values[here])
+        reach = some >= low
+        np.greater(some, high, out=mask[here])
         if allowed is not None:
             reach &= allowed[here]
             mask[here] &= allowed[here]
@@ -108,7 +120,7 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
         mask, left = np.zeros_like(mask), count
         close = np.arange(len(values)) if allowed is None else np.flatnonzero(allowed)
     if left:
-        candidates = values[close]
+        candidates = ranked(values[close])
         last = np.partition(candidates, len(close) - left)[len(close) - left]
         better = candidates > last
         mask[close[better]] = True
@@ -116,12 +128,13 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
     return torch.from_numpy(mask).view(scores.shape)
 
 
-def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
+def _bounds(values: Any, allowed: Any, share: float, ranked: Any) -> tuple[float, float]:
     """Guess between which values the last one of a share of the largest lies."""
     import numpy as np
 
     step = len(values) // _SAMPLED | 1
-    sample = np.sort(values[::step] if allowed is None else values[::step][allowed[::step]])
+    sample = values[::step] if allowed is None else values[::step][allowed[::step]]
+    sample = np.sort(ranked(sample))
     place = (1 - share) * len(sample)
     room = 4 * math.sqrt(share * (1 - share) * len(sample)) + 2  # four standard deviations
     first, last = int(place - room), int(place + room)

@@ -78,8 +78,8 @@ def rewired(
         new = _at_once(mask, keep_scores, grow_scores, *numbers, finite)
         if new is not None:
             return new
-    if by_size:
-        keep_scores, grow_scores = keep_scores.abs(), grow_scores.abs()
+    if by_size and structure.kind != "unstructured":  # a block has the sum of its sizes
+        keep_scores, grow_scores, by_size = keep_scores.abs(), grow_scores.abs(), False
     if finite is not None:
         finite.logical_and_(all_finite_later([keep_scores, grow_scores]))
     if dropped == 0:
@@ -90,11 +90,12 @@ def rewired(
         new = _at_once(old, keep, grow, *numbers, None)
         if new is not None:
             return structure.ungroup(new, mask)
-    kept = largest(keep, total - dropped, old, total)
+    kept = largest(keep, total - dropped, old, total, by_size=by_size)
     candidates = ~(old if exclude_just_dropped else kept)
     if len(old) == 1:
         left = old.numel() - (total if exclude_just_dropped else total - dropped)
-        return structure.ungroup(kept | largest(grow, dropped, candidates, left), mask)
+        grown = largest(grow, dropped, candidates, left, by_size=by_size)
+        return structure.ungroup(kept | grown, mask)
     lost = old.sum(-1) - kept.sum(-1)
     grown = largest_in_rows(grow.masked_fill(~candidates, -torch.inf), lost) & candidates
     if exclude_just_dropped:  # a group may have fewer candidates than it has lost

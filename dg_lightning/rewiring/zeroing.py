@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ _AS_INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
 }
-_WORTH_A_THREAD = 2**17  # entries
+_IN_CACHE = 2**19  # entries
+_WORTH_A_THREAD = 2**17
 _MOST_THREADS = 4
 
 
@@ -30,7 +30,7 @@ def keep_only(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
     >>> values.tolist()
     [1.0, 0.0]
     """
-    arrays, tensors, factors = [], [], []
+    flat, tensors, factors = [], [], []
     for values, mask in kept:
         integers = _AS_INTEGERS.get(values.dtype)
         if integers is None:
@@ -40,24 +40,39 @@ def keep_only(kept: Iterable[tuple[Tensor, Tensor]]) -> None:
         # several times as slow, or leave inf * 0 there.
         bits, ones = values.detach().view(integers), mask.view(torch.uint8)
         if bits.device.type == "cpu" and bits.is_contiguous() and ones.is_contiguous():
-            increment_version(values)
-            arrays.append((bits.view(-1).numpy(), ones.view(-1).numpy()))
+            flat.append((bits.view(-1), ones.view(-1)))
         else:
             tensors.append(bits)
             factors.append(ones)
-    if arrays:
-        _multiply(arrays)
+    if flat and _has_wide_vectors():
+        _multiply_piece_by_piece(flat)
+    elif flat:
+        _multiply_in_threads(flat)
     if tensors:
         torch._foreach_mul_(tensors, factors)
 
 
-def _multiply(arrays: list[tuple[Any, Any]]) -> None:
-    """Multiply arrays with others in place, in threads.
+def _has_wide_vectors() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
-    By numpy: torch writes the second one, of another type, to memory as the first type first.
+
+def _multiply_piece_by_piece(flat: list[tuple[Tensor, Tensor]]) -> None:
+    """Multiply tensors with others in place, by torch.
+
+    It writes the second one, of another type, to memory as the first type first: not more than
+    stays in caches.
     """
+    for values, factors in flat:
+        pieces = zip(values.split(_IN_CACHE), factors.split(_IN_CACHE), strict=True)
+        for piece, theirs in pieces:
+            piece.mul_(theirs)
+
+
+def _multiply_in_threads(flat: list[tuple[Tensor, Tensor]]) -> None:
+    """Multiply tensors with others in place, by numpy, which is faster without wide vectors."""
     import numpy as np
 
+    arrays = [(values.numpy(), factors.numpy()) for values, factors in flat]
     total = sum(len(factors) for _, factors in arrays)
     threads = min(torch.get_num_threads(), _MOST_THREADS, total // _WORTH_A_THREAD) or 1
 
@@ -71,6 +86,8 @@ def _multiply(arrays: list[tuple[Any, Any]]) -> None:
     part(0)
     for other in others:
         other.result()
+    for values, _ in flat:
+        increment_version(values)
 
 
 @cache

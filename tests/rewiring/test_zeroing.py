@@ -30,7 +30,10 @@ def values_and_mask(size: Any, dtype: Any = torch.float32) -> tuple[Tensor, Tens
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
-def test_large_tensors_are_zeroed_in_threads_as_small_ones(dtype: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("wide", [False, True])  # by numpy in threads, and by torch
+def test_large_tensors_are_zeroed_as_small_ones(dtype: Any, wide: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(zeroing, "_has_wide_vectors", lambda: wide)
+    monkeypatch.setattr(zeroing, "_IN_CACHE", 5000)
     pairs = [values_and_mask(size, dtype) for size in ((7, 11), (600, 1001), (3,), (0, 4))]
     expected = [values.masked_fill(~mask, 0) for values, mask in pairs]
     submitted: list[Any] = []
@@ -46,10 +49,14 @@ def test_large_tensors_are_zeroed_in_threads_as_small_ones(dtype: Any, monkeypat
     keep_only(pairs)
     for (values, _), wanted in zip(pairs, expected, strict=True):
         assert torch.equal(values, wanted)
-    assert len(submitted) == (0 if dtype == torch.complex64 else 3)
+    assert len(submitted) == (0 if dtype == torch.complex64 or wide else 3)
 
 
-def test_a_parameter_knows_that_it_was_changed_and_any_layout_will_do() -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_parameter_knows_that_it_was_changed_and_any_layout_will_do(
+    wide: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(zeroing, "_has_wide_vectors", lambda: wide)
     values, mask = values_and_mask((6, 8, 3, 3))
     weight = nn.Parameter(values.clone().contiguous(memory_format=torch.channels_last))
     flat = nn.Parameter(values.clone())
@@ -69,7 +76,10 @@ def _zero_and_tell(values: Tensor, mask: Tensor, expected: Tensor, answer: Any) 
 
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have() -> None:
+def test_a_forked_process_does_not_wait_for_threads_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zeroing, "_has_wide_vectors", lambda: False)
     values, mask = values_and_mask((600, 1000))
     expected = values.masked_fill(~mask, 0)
     keep_only([(values.clone(), mask)])  # the threads are there
