@@ -9,12 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "VERSION", "Launch"]
+__all__ = ["DIRECTLY", "INTERPRETED", "VERSION", "Launch"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# Before, and in the interpreter, it goes otherwise.
-_DIRECTLY = VERSION >= (3, 6) and not INTERPRETED
+DIRECTLY = VERSION >= (3, 6) and not INTERPRETED  # what follows is made for these versions
 # As Triton itself asks for them; torch's own functions call several others.
 _device_of_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
@@ -65,7 +64,7 @@ class Launch:
         of_bytes = [t.view(torch.uint8) if t.dtype == torch.bool else t for t in tensors]
         with torch.cuda.device_of(tensors[0]):
             compiled = self._kernel[(programs, 1, 1)](*of_bytes, *numbers, **self._options)
-        if aligned and _DIRECTLY:
+        if aligned and DIRECTLY:
             self._compiled[key, device] = _without_hooks(compiled)
 
     def repeatedly(
