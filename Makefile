@@ -36,5 +36,5 @@ clean:
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,kernels]'
 	touch $@
