@@ -3,13 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types lowest clean
+.PHONY: demo test kernels lint types lowest clean
 
 demo: .venv/.installed
 	$(BIN)/python examples/demo.py
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
+
+# The tests of our Triton kernels, by its interpreter: no GPU is needed.
+kernels: .venv/.installed-dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[kernels]'
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=auto tests/test_kernel_launch.py tests/*/test_*kernel*.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -36,5 +41,5 @@ clean:
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,kernels]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
 	touch $@

@@ -76,4 +76,4 @@ def masked_at_once(
     on_device = on_host.to(device, non_blocking=True)
     constants = bits, _BLOCK
     numbers = len(table), *constants
-    return _launch.repeatedly(min(blocks, _MOST), [on_device], numbers, constants)
+    return _launch.repeatedly(max(1, min(blocks, _MOST)), [on_device], numbers, constants)

@@ -15,8 +15,11 @@ def test_without_a_gpu_it_is_interpreted() -> None:
     passes_interpreted(__file__)
 
 
+FEW, MORE = [(1,), (5,), (3, 17)], [(64,), (4, 128), (2, 3, 33), (2, 1100)]
+
+
 @here
-@pytest.mark.parametrize("shape", [(1,), (5,), (64,), (3, 17), (4, 128), (2, 3, 33), (2, 1100)])
+@pytest.mark.parametrize("shape", FEW if INTERPRETED else FEW + MORE)
 @pytest.mark.parametrize("floor", [1, 2, 5])
 def test_it_opens_what_torch_opens(shape: tuple[int, ...], floor: int) -> None:
     from dg_lightning.gates.floor_kernel import decided_with_floor

@@ -16,18 +16,6 @@ triton = pytest.importorskip("triton")
 DTYPES = [torch.float64] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh()]
 
-if INTERPRETED:
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def with_numbers(tensor: Any, scope: Any) -> None:
-        """Let loops have computed bounds: new versions of numpy refuse the interpreter's."""
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = with_numbers
-
 
 def close(found: Any, expected: Any, dtype: Any) -> None:
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}.get(dtype, 1e-9)
