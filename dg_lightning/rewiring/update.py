@@ -104,20 +104,10 @@ def rewired(
     return structure.ungroup(kept | grown, mask)
 
 
-def _at_once(
-    old: Tensor,
-    keep: Tensor,
-    grow: Tensor,
-    kept: int,
-    grown: int,
-    exclude: bool,
-    finite: Tensor | None,
-) -> Tensor | None:
-    """Return the new connections by a kernel, where there is one for them."""
+def _at_once(old: Tensor, *scores_and_numbers: Any) -> Tensor | None:
+    """Return the new connections by `rewired_at_once`, where there is that kernel."""
     kernel = kernel_on(old.device, "rewiring.rewire_kernel", "rewired_at_once", _try_kernel)
-    if kernel is None:
-        return None
-    new: Tensor | None = kernel(old, keep, grow, kept, grown, exclude, finite)
+    new: Tensor | None = None if kernel is None else kernel(old, *scores_and_numbers)
     return new
 
 

@@ -123,58 +123,6 @@ for make in (RigL, SET, MagnitudePruning):
             torch.testing.assert_close(p.detach(), torch.tensor(weights[name]).double())
 
 
-class Overflowing(Plain):
-    """Its loss is not finite in some steps."""
-
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        super().__init__()
-        self.net.float()
-        self.steps = steps
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step((batch[0].float(), batch[1]), batch_idx)
-        return loss * torch.inf if self.global_step + 1 in self.steps else loss
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.filterwarnings("ignore:RigL leaves the update")
-def test_a_gradient_that_is_not_finite_changes_no_connection(
-    precision: Any, tmp_path: Path
-) -> None:
-    steps = (4,) if precision == "32-true" else (4, 9, 12)
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
-    watch = Watch(rigl)
-    if precision == "32-true":  # weights are lost, but not the masks
-        watch.on_train_batch_end = lambda *_: watch.masks.append(masks_of(rigl))  # type: ignore[method-assign]
-        fit(Overflowing(steps), [rigl, watch], tmp_path)
-        assert watch.changes() == []
-    else:
-        model = Overflowing(steps)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # type: ignore[attr-defined]
-        plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
-        fit(model, [rigl, watch], tmp_path, plugins=plugins)
-        assert watch.changes() == [8, 16, 20]
-        assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("make", [RigL, SET])
-@pytest.mark.filterwarnings("ignore:.* leaves the update")
-def test_a_weight_that_is_not_finite_changes_no_connection(make: Any, tmp_path: Path) -> None:
-    sparse = make(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
-    watch = Watch(sparse)
-    watch.on_train_batch_end = lambda *_: watch.masks.append(masks_of(sparse))  # type: ignore[method-assign]
-
-    class Breaks(pl.Callback):
-        def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 7:  # the gradients of the step have been seen
-                with torch.no_grad():
-                    for c in sparse.connections.values():
-                        c.weight[c.mask] = torch.nan
-
-    fit(Plain(), [sparse, Breaks(), watch], tmp_path)
-    assert watch.changes() == [4]
-
-
 @pytest.mark.parametrize("make", [RigL, SET])
 def test_somebodys_own_rule_is_given_scores_of_at_least_0(make: Any, tmp_path: Path) -> None:
     least = []
