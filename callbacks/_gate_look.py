@@ -10,6 +10,7 @@ from dg_lightning.gate_activity import GateActivity, GateHistory, GateLook
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers
 from dg_lightning.routing import ActivityCorrelation
+from dg_lightning.whole_net import CountWholeNet, WholeNet
 
 __all__ = ["Look"]
 
@@ -28,6 +29,8 @@ class Look:
         self.activity: GateActivity | None = None
         self.correlation: ActivityCorrelation | None = None
         self.ledger: ComputeLedger | None = None
+        self.whole_net: WholeNet | None = None
+        self._count: CountWholeNet | None = None
         self.found: list[GateLook] = []
 
     @property
@@ -35,9 +38,23 @@ class Look:
         """How many classes are told apart; 0 if labels are not known."""
         return 0 if self.activity is None else self.activity.num_classes
 
+    def start(self, pl_module: Any) -> None:
+        """Count all that the first forward pass does, for modules that do not log it themselves."""
+        if self.activity is None and not hasattr(pl_module, "compute_report"):
+            self._count = CountWholeNet(pl_module)
+            self._count.__enter__()
+
+    def stop(self, samples: int = 1) -> None:
+        """End that count."""
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+            self.whole_net, self._count = self._count.whole(samples), None
+
     @torch.no_grad()
     def add(self, pl_module: Any, batch: Any, outputs: Any = None) -> None:
         """Take in the last forward pass, of this batch."""
+        samples = _samples(batch)
+        self.stop(samples)
         target, logits = _target(batch), None if self.training else _logits(outputs)
         if self.activity is None:
             tells_apart = target is not None and any(g.input_dependent for g in self.gates.values())
@@ -46,7 +63,6 @@ class Look:
             ran = all(g.gate is not None for g in gate_layers(pl_module).values())
             if ran and not self.training and not hasattr(pl_module, "compute_report"):
                 self.ledger = ComputeLedger(pl_module).to(pl_module.device)
-        samples = _samples(batch)
         self.activity.update(samples, target if self.num_classes else None, self.training)
         if self.ledger is not None:
             self.ledger.update(pl_module, samples)
@@ -98,7 +114,7 @@ class Look:
             # A constant activity has no correlation.
             found |= {f"gates/{k}": v.item() for k, v in figures.items() if v.isfinite()}
         if self.ledger is not None:
-            found |= self.ledger.report(pl_module).logged()
+            found |= self.ledger.report(pl_module, self.whole_net).logged()
         return found
 
 

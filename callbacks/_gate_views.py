@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.dashboards import (
@@ -18,7 +19,7 @@ from dg_lightning.gate_activity import GateHistory
 
 from ._gate_look import Look
 
-__all__ = ["send_pictures", "send_tables", "write_files"]
+__all__ = ["log_everywhere", "send_pictures", "send_tables", "write_files", "writes_files"]
 
 
 def write_files(trainer: Any, tables: GateTables, look: Look) -> None:
@@ -40,7 +41,7 @@ def send_pictures(trainer: Any, key: str, look: Look, history: GateHistory) -> N
     """Draw every gate for the loggers that can show pictures."""
     able = [logger for logger in trainer.loggers if can_show_pictures(logger)]
     if able and not has_matplotlib():
-        rank_zero_info("Pictures of gates need matplotlib: pip install 'dg-lightning[plot]'")
+        rank_zero_info("Pictures of gates need matplotlib: pip install matplotlib")
         return
     data = getattr(trainer, "datamodule", None)
     figures = {}
@@ -80,3 +81,14 @@ def send_tables(
 def _verdicts(trainer: Any) -> list[dict[str, Any]]:
     """Return what any callback has said about gates that fail."""
     return [v for callback in trainer.callbacks for v in getattr(callback, "verdicts", [])]
+
+
+def log_everywhere(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:
+    """Log a figure that all processes have; on the module's device, for NCCL takes no other."""
+    tensor = torch.tensor(value, dtype=torch.float32, device=pl_module.device)
+    pl_module.log(key, tensor, prog_bar=prog_bar, sync_dist=True)
+
+
+def writes_files(trainer: Any) -> bool:
+    """Return True if this process writes files and talks to loggers."""
+    return bool(trainer.is_global_zero) and not trainer.fast_dev_run

@@ -4,7 +4,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
 from dg_lightning.dashboards import GateTables, define_metrics, run_folder
@@ -16,7 +15,7 @@ from dg_lightning.step_hooks import only_used_hooks
 
 from ._agreement import mean_over_ranks
 from ._gate_look import Look
-from ._gate_views import send_pictures, send_tables, write_files
+from ._gate_views import log_everywhere, send_pictures, send_tables, write_files, writes_files
 
 __all__ = ["GateMonitor"]
 
@@ -98,7 +97,7 @@ class GateMonitor(pl.Callback):
             self._start_anew()
         self._gates = gates
         self._tables = None  # every run has a folder of its own
-        if _shows(trainer):
+        if writes_files(trainer):
             for logger in trainer.loggers:
                 define_metrics(logger)
 
@@ -125,9 +124,9 @@ class GateMonitor(pl.Callback):
         for row in rows:
             for key in ("open_rate_g", "open_rate_p", "churn"):
                 if row[key] is not None:
-                    _log(pl_module, f"gates/{key}/{row['layer']}", row[key])
+                    log_everywhere(pl_module, f"gates/{key}/{row['layer']}", row[key])
         for key, value in look.totals(pl_module).items():
-            _log(pl_module, key, value, prog_bar=key == "gates/open_rate")
+            log_everywhere(pl_module, key, value, prog_bar=key == "gates/open_rate")
         if fits:
             self._kept = self.history.add(LookBack.of(epoch, step, look.found))
             self._rows += rows
@@ -139,7 +138,7 @@ class GateMonitor(pl.Callback):
             return
         fits = trainer.state.fn == "fit"
         due = fits and self._takes_picture(trainer.current_epoch)  # on all processes alike
-        if not _shows(trainer):
+        if not writes_files(trainer):
             return
         if not fits:
             self._show_alone(trainer, look)
@@ -224,7 +223,7 @@ class GateMonitor(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last = self.history.last
-        if last is None or not self._ended.found or not _shows(trainer):
+        if last is None or not self._ended.found or not writes_files(trainer):
             return
         if self._tables is not None and self._kept == "passed":
             self._tables.add(last)
@@ -235,6 +234,24 @@ class GateMonitor(pl.Callback):
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._looks_at_evaluation(trainer):
             self._look = Look(self._gates)
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._looks_at_evaluation(trainer):
+            self._look.start(pl_module)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._look.stop()
 
     @override
     def on_validation_batch_end(
@@ -266,6 +283,7 @@ class GateMonitor(pl.Callback):
 
     # A test is looked at in the same way.
     on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end
     on_test_end = on_validation_end
@@ -283,14 +301,3 @@ class GateMonitor(pl.Callback):
         self.history.load_state_dict(state_dict["history"])
         self._rows = list(state_dict["rows"])
         self._pictured_at = state_dict["pictured_at"]
-
-
-def _log(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:
-    # The same on all processes; on the module's device, for NCCL takes no other.
-    tensor = torch.tensor(value, dtype=torch.float32, device=pl_module.device)
-    pl_module.log(key, tensor, prog_bar=prog_bar, sync_dist=True)
-
-
-def _shows(trainer: Any) -> bool:
-    """Tell whether this process writes files and talks to loggers."""
-    return bool(trainer.is_global_zero) and not trainer.fast_dev_run

@@ -10,18 +10,21 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from anndata import AnnData
 
+_LARGEST_LOG = 30.0  # no logarithm of a count per cell is larger
+
 __all__ = [
     "column_of",
-    "counts_of",
     "leiden_clusters",
     "log_normalized",
     "read_cells",
+    "values_of",
     "variable_genes",
+    "without_rare",
 ]
 
 
 def read_cells(path: Path) -> "AnnData":
-    """Read an .h5ad file, or a folder with a 10x matrix."""
+    """Read an .h5ad file, or a folder with a 10x matrix; nothing in it is run."""
     import anndata
     import scanpy
 
@@ -34,60 +37,84 @@ def read_cells(path: Path) -> "AnnData":
     return cells
 
 
-def counts_of(cells: "AnnData", layer: str | None) -> Any:
-    """Return the counts as a CSR matrix (cells, genes) of float32."""
+def values_of(cells: "AnnData", layer: str | None, values: str) -> Any:
+    """Return counts, or log-normalised values, as a CSR matrix (cells, genes) of float32.
+
+    Args:
+        cells: The cells.
+        layer: The layer to read; X if None.
+        values: `counts` or `log`, what it must hold.
+    """
     from scipy.sparse import csr_matrix
 
+    where = "X" if layer is None else f"layer {layer!r}"
     if layer is not None and layer not in cells.layers:
-        known = ", ".join(map(repr, cells.layers)) or "none"
-        raise ValueError(f"`layer` must be a layer of the data ({known}), got {layer!r}.")
+        raise ValueError(f"`layer` must be a layer of the data{_layers(cells)}, got {layer!r}.")
+    if not cells.n_obs or not cells.n_vars:
+        raise ValueError(f"The data has {cells.n_obs} cells and {cells.n_vars} genes: give more.")
     source = cells.X if layer is None else cells.layers[layer]
     if source is None:
-        raise ValueError("The data has no X: name a `layer` with counts.")
-    counts = csr_matrix(source, dtype=np.float32, copy=True)
-    counts.sum_duplicates()
-    counts.eliminate_zeros()
-    where = "X" if layer is None else f"layer {layer!r}"
-    if not np.isfinite(counts.data).all():
+        raise ValueError(f"The data has no X: name a `layer` with counts{_layers(cells)}.")
+    found = csr_matrix(source, dtype=np.float32, copy=True)
+    found.sum_duplicates()
+    found.eliminate_zeros()
+    if not np.isfinite(found.data).all():
         raise ValueError(f"{where} has values that are no numbers: give counts.")
-    if (counts.data < 0).any():
+    if (found.data < 0).any():
         raise ValueError(
-            f"{where} has negative values, so it is scaled already: name a `layer` with counts."
+            f"{where} has negative values, so it is scaled already: name a `layer` with "
+            f"counts{_layers(cells)}, or `layer: raw` for `.raw`."
         )
-    if (counts.data != np.floor(counts.data)).any():
+    if values == "counts" and (found.data != np.floor(found.data)).any():
         raise ValueError(
             f"{where} has values that are not whole, so it is no counts but normalised already: "
-            "name a `layer` with counts."
+            f"name a `layer` with counts{_layers(cells)}, `layer: raw` for `.raw`, or take the "
+            "values as they are with `values: log`."
         )
-    empty = np.flatnonzero(np.asarray(counts.sum(1)).ravel() == 0)
+    if values == "log" and found.data.max(initial=0) > _LARGEST_LOG:
+        raise ValueError(
+            f"{where} has values up to {found.data.max():.0f}, so it is no logarithms: leave "
+            "`values` at counts."
+        )
+    empty = np.flatnonzero(found.getnnz(1) == 0)
     if len(empty):
         raise ValueError(
             f"{len(empty)} cells of {where} have no counts, the first is "
             f"{cells.obs_names[empty[0]]}: leave them out."
         )
-    return counts
+    return found
 
 
-def log_normalized(cells: "AnnData", counts: Any) -> "AnnData":
-    """Return the cells with 10,000 counts each, and log(1 + x) of that."""
+def _layers(cells: "AnnData") -> str:
+    return f" ({', '.join(map(repr, cells.layers)) or 'none'})"
+
+
+def log_normalized(barcodes: Any, counts: Any, target_sum: float = 1e4) -> Any:
+    """Return counts scaled to the same total for every cell, and log(1 + x) of that."""
     import anndata
+    import pandas as pd
     import scanpy
 
-    normal = anndata.AnnData(counts.copy(), obs=cells.obs[[]], var=cells.var[[]])
-    scanpy.pp.normalize_total(normal, target_sum=1e4)
+    normal = anndata.AnnData(counts.copy(), obs=pd.DataFrame(index=barcodes))
+    scanpy.pp.normalize_total(normal, target_sum=target_sum)
     scanpy.pp.log1p(normal)
-    return normal
+    return normal.X
 
 
-def variable_genes(values: "AnnData", number: int, least_cells: int = 0) -> NDArray[np.int64]:
-    """Return the most variable genes by Seurat v3's rule, in the order of the data.
+def variable_genes(
+    values: Any, number: int, least_cells: int = 0, flavor: str = "seurat_v3"
+) -> NDArray[np.int64]:
+    """Return the most variable genes, in the order of the data.
+
+    The rule is Seurat v3's, which is meant for counts, or `seurat`, for logarithms.
 
     Genes that fewer cells than `least_cells` express are no candidates; in few cells, many such
     genes make the rule's regression singular.
     """
+    import anndata
     import scanpy
 
-    candidates = np.flatnonzero(values.X.getnnz(0) >= least_cells)
+    candidates = np.flatnonzero(values.getnnz(0) >= least_cells)
     if number > len(candidates):
         raise ValueError(
             f"`genes` must be at most {len(candidates)}, got {number}"
@@ -95,25 +122,27 @@ def variable_genes(values: "AnnData", number: int, least_cells: int = 0) -> NDAr
         )
     try:
         found = scanpy.pp.highly_variable_genes(
-            values[:, candidates].copy(),
+            anndata.AnnData(values[:, candidates]),
             n_top_genes=number,
-            flavor="seurat_v3",
+            flavor=flavor,
             inplace=False,
             check_values=False,
         )
     except ValueError as error:  # of the regression, in its own words
         raise ValueError(
-            f"{values.n_obs} cells are too few to tell variable genes ({error}): leave out genes "
-            "that hardly any of them expresses, as with scanpy.pp.filter_genes(cells, min_cells=3)."
+            f"{values.shape[0]} cells are too few to tell variable genes ({error}): leave out "
+            "genes that hardly any of them expresses, as with "
+            "scanpy.pp.filter_genes(cells, min_cells=3)."
         ) from error
     return candidates[np.flatnonzero(found["highly_variable"].to_numpy())]
 
 
-def leiden_clusters(normal: "AnnData", genes: NDArray[np.int64], smallest: int) -> NDArray[Any]:
-    """Return the paper's labels: Leiden clusters, those of few cells merged into `rare`."""
+def leiden_clusters(normal: Any, genes: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the paper's labels: Leiden clusters of log-normalised values."""
+    import anndata
     import scanpy
 
-    chosen = normal[:, genes].copy()
+    chosen = anndata.AnnData(normal[:, genes])
     components = min(50, *(size - 1 for size in chosen.shape))
     scanpy.pp.pca(chosen, n_comps=components, svd_solver="arpack", random_state=0)
     scanpy.pp.neighbors(chosen, n_neighbors=15, n_pcs=components, random_state=0)
@@ -121,9 +150,17 @@ def leiden_clusters(normal: "AnnData", genes: NDArray[np.int64], smallest: int) 
         warnings.filterwarnings("ignore", "In the future, the default backend")
         scanpy.tl.leiden(chosen, resolution=0.6, random_state=0, flavor="leidenalg")
     clusters: NDArray[Any] = chosen.obs["leiden"].astype(str).to_numpy(dtype=object)
-    names, sizes = np.unique(clusters, return_counts=True)
-    clusters[np.isin(clusters, names[sizes < smallest])] = "rare"
     return clusters
+
+
+def without_rare(names: NDArray[Any], rare: str, smallest: int) -> NDArray[Any]:
+    """Keep, merge or leave out the classes of fewer than `smallest` cells."""
+    if rare == "keep":
+        return names
+    classes, sizes = np.unique(names[names != np.array(None)].astype(str), return_counts=True)
+    names = names.copy()
+    names[np.isin(names, classes[sizes < smallest])] = "rare" if rare == "merge" else None
+    return names
 
 
 def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["Augmentation", "CropFlip", "Draws", "Normalize", "Part", "Rows", "stratified_split"]
+__all__ = [
+    "Augmentation",
+    "CropFlip",
+    "Draws",
+    "Normalize",
+    "Part",
+    "Rows",
+    "grouped_split",
+    "stratified_split",
+]
 
 Batch = tuple[Tensor, Tensor]
 Indices = NDArray[np.int64]
@@ -92,6 +101,11 @@ class Normalize:
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().div_(255).sub_(self.mean).div_(self.std)
 
+    def plain(self) -> dict[str, Any]:
+        """Return the settings, for checkpoints and exports."""
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        return {"divide_by": 255, "mean": mean, "std": std}
+
 
 class CropFlip:
     """Shifts every image by up to `padding` pixels, and mirrors each with a probability of 1/2.
@@ -157,3 +171,32 @@ def stratified_split(
                 f"too few for a share of {share}: give it more, or merge it with another."
             )
     return first, second
+
+
+def grouped_split(
+    indices: Indices,
+    labels: NDArray[Any],
+    groups: NDArray[Any],
+    share: float,
+    seed: int,
+) -> tuple[Indices, Indices]:
+    """Split samples in two, with about a share of them in the second part, and groups kept whole.
+
+    Args:
+        indices: The samples.
+        labels: Labels of all samples; their frequencies are kept as far as groups allow.
+        groups: Groups of all samples, such as donors.
+        share: Share of the second part.
+        seed: Seed.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    number = len(set(groups[indices]))
+    if number < 2:
+        raise ValueError(
+            f"A split by group needs at least 3 groups in all, and {number} is left to split: give "
+            "another `split_by`, or none."
+        )
+    folds = StratifiedGroupKFold(min(number, round(1 / share)), shuffle=True, random_state=seed)
+    first, second = next(folds.split(indices, labels[indices], groups[indices]))
+    return indices[first], indices[second]

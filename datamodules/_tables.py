@@ -21,7 +21,7 @@ from ._part import Indices
 __all__ = ["ArrayTable", "Save", "SparseTable", "Tables", "cached_tables", "tables_in_memory"]
 
 Array = NDArray[Any]
-FORMAT = 1  # raise it when the same source and settings give other tables
+FORMAT = 2  # raise it when the same source and settings give other tables
 
 
 class Save(Protocol):

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -17,12 +16,13 @@ from typing_extensions import override
 from ._files import Download, DownloadError, fetch
 from ._loader import BatchLoader, place_in_process_group
 from ._part import Batch, Part
+from ._prepared import PreparedData
 from ._tables import Save, Tables, cached_tables, tables_in_memory
 
 __all__ = ["BaseDataModule", "one_of"]
 
 
-class BaseDataModule(pl.LightningDataModule):
+class BaseDataModule(PreparedData):
     """A dataset that is decoded once, and then cut into whole batches by index.
 
     A dataset's class says which files it needs (`downloads`, `sources`), how they become tables
@@ -73,18 +73,9 @@ class BaseDataModule(pl.LightningDataModule):
         self.cache_dir = Path(cache).absolute()
         self._opened: Tables | None = None
         self._parts: dict[str, Part] = {}
+        self._stage = ""
 
     # What a dataset's class says.
-
-    @property
-    @abstractmethod
-    def class_names(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of their labels."""
-
-    @property
-    @abstractmethod
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample."""
 
     @abstractmethod
     def sources(self) -> Sequence[Path | str]:
@@ -166,9 +157,23 @@ class BaseDataModule(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
+        self._stage = stage
+        parts = self._parts or self.split(self._tables())
+        self.check_parts(parts)
         if self._parts:
             return
-        parts = self.split(self._tables())
+        self._parts = parts
+        sizes = ", ".join(f"{name} {len(part):,}" for name, part in parts.items())
+        text = f"{type(self).__name__}: {sizes} samples of {self.num_classes} classes"
+        if len(parts["train"]) and len(parts["test"]):
+            text += (
+                "; always saying the most frequent one is right in "
+                f"{self.majority_rate():.1%} of the test part"
+            )
+        rank_zero_info(f"{text}.")
+
+    def check_parts(self, parts: Mapping[str, Part]) -> None:
+        """Refuse parts that cannot be trained or evaluated on."""
         if self.num_classes < 2:
             raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
         for name, part in parts.items():
@@ -178,12 +183,6 @@ class BaseDataModule(pl.LightningDataModule):
                     f"Class {empty!r} has no samples in the {name} part: the dataset is "
                     "incomplete, or its labels are wrong."
                 )
-        self._parts = parts
-        sizes = ", ".join(f"{name} {len(part):,}" for name, part in parts.items())
-        rank_zero_info(
-            f"{type(self).__name__}: {sizes} samples of {self.num_classes} classes; always saying "
-            f"the most frequent one is right in {self.majority_rate():.1%} of the test part."
-        )
 
     @property
     def facts(self) -> dict[str, Any]:

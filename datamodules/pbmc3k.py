@@ -1,25 +1,20 @@
 """PBMC3k: blood cells by the genes that they express; any other AnnData works as well."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ._cells import (
-    column_of,
-    counts_of,
-    leiden_clusters,
-    log_normalized,
-    read_cells,
-    variable_genes,
-)
+from ._cell_decoding import CellDecoder
+from ._cell_preparation import CellPreparation, Standardize
 from ._files import Download
-from ._part import Part, stratified_split
+from ._part import Part
 from ._tables import Save, SparseTable, Tables
 from .base import BaseDataModule, one_of
 
@@ -37,7 +32,11 @@ class PBMC3kDataModule(BaseDataModule):
     70 % of the cells are for training, 10 % for validation, 20 % for testing, stratified. The
     labels are clusters of the same counts that are classified, no independent truth; those of the
     paper (Leiden) are made with all cells. The matrix stays sparse until a batch is cut. `predict`
-    goes through all labelled cells, those that were trained on included: see `add_predictions`.
+    goes through all cells, those that were trained on and those without a label included.
+
+    Genes, their order, scaling and classes are part of the checkpoint. With a checkpoint, cells of
+    any file are aligned to it by gene name; `test` then takes the labelled cells that the net has
+    not seen. See `use_preparation`.
 
         root/pbmc3k/filtered_gene_bc_matrices/hg19/{matrix.mtx,genes.tsv,barcodes.tsv}
 
@@ -48,11 +47,17 @@ class PBMC3kDataModule(BaseDataModule):
         batch_size: Cells in a training batch.
         eval_batch_size: Cells in a batch of validation, test and predict; `batch_size` if None.
         path: An .h5ad file or a folder with a 10x matrix, instead of PBMC3k.
-        layer: Layer with the counts; X if None.
+        layer: Layer with the counts; X if None, `.raw` if `raw`.
+        values: What it holds: `counts`, or `log` for values that are log-normalised already.
         label_column: Column of labels, in `obs` or in `label_file`; cells without one are left out.
-            The paper's Leiden clusters if None.
         label_file: CSV file with barcodes in its first column; also looked for under the root.
-        smallest_cluster: Leiden clusters of fewer cells are merged into one class, `rare`.
+        leiden: Whether Leiden clusters, as in the paper, are the labels; if None, where there is
+            neither a `path` nor a `label_column`.
+        rare: What becomes of classes with fewer than `smallest_cluster` cells: `keep`, `merge` them
+            into the class `rare`, or `leave_out`. Leiden clusters are always merged.
+        smallest_cluster: Cells of a class that is not rare.
+        split_by: Column of `obs` whose groups, such as donors, stay together in one part; or one
+            that names the parts `train`, `val` and `test` itself.
         genes: How many genes are inputs: the most variable ones.
         fit_on: Which cells choose the genes and their scale: `train` the training cells, by their
             counts; `paper` all of them, test cells included, by log-normalised values.
@@ -60,7 +65,9 @@ class PBMC3kDataModule(BaseDataModule):
         **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
-    needs = dict.fromkeys(("anndata", "scanpy", "skmisc", "leidenalg"), "'dg-lightning[cells]'")
+    needs = dict.fromkeys(
+        ("anndata", "scanpy", "skmisc", "leidenalg"), "anndata scanpy scikit-misc leidenalg"
+    )
     downloads = (
         Download(
             "https://cf.10xgenomics.com/samples/cell-exp/1.1.0/pbmc3k/"
@@ -77,9 +84,13 @@ class PBMC3kDataModule(BaseDataModule):
         eval_batch_size: int | None = None,
         path: str | None = None,
         layer: str | None = None,
+        values: Literal["counts", "log"] = "counts",
         label_column: str | None = None,
         label_file: str | None = None,
+        leiden: bool | None = None,
+        rare: Literal["keep", "merge", "leave_out"] = "keep",
         smallest_cluster: int = 30,
+        split_by: str | None = None,
         genes: int = 2000,
         fit_on: Literal["train", "paper"] = "train",
         scale: bool = False,
@@ -88,6 +99,8 @@ class PBMC3kDataModule(BaseDataModule):
         super().__init__(batch_size, eval_batch_size, **options)
         if label_file is not None and label_column is None:
             raise ValueError("`label_file` needs `label_column`, the name of its label column.")
+        if leiden and label_column is not None:
+            raise ValueError("Labels are either Leiden clusters or a column: give one of the two.")
         if genes < 1 or smallest_cluster < 1:
             raise ValueError(
                 f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."
@@ -95,15 +108,20 @@ class PBMC3kDataModule(BaseDataModule):
         own = self.root / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19"
         self.path = own if path is None else Path(path)
         self.layer = layer
+        self.values = one_of("values", values, "counts", "log")
         self.label_column = label_column
         self.label_file = None if label_file is None else Path(label_file)
         if self.label_file is not None and not self.label_file.exists():
             self.label_file = self.root / self.label_file
+        self.leiden = path is None and label_column is None if leiden is None else leiden
+        self.rare = one_of("rare", rare, "keep", "merge", "leave_out")
         self.smallest_cluster = smallest_cluster
+        self.split_by = split_by
         self.genes = genes
         self.fit_on = one_of("fit_on", fit_on, "train", "paper")
         self.scale = scale
         self._cells: AnnData | None = None
+        self._preparation: CellPreparation | None = None  # of a checkpoint
 
     @property
     @override
@@ -113,18 +131,19 @@ class PBMC3kDataModule(BaseDataModule):
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the genes, in the order of the inputs."""
-        return tuple(self.facts["genes"])
+        return tuple(self.facts["input_genes"])
 
     @property
     @override
     def input_shape(self) -> tuple[int, ...]:
-        return (self.genes,)
+        return (self.genes if self._preparation is None else len(self._preparation.input_genes),)
 
     @classmethod
     def from_anndata(cls, cells: "AnnData", **settings: Any) -> "PBMC3kDataModule":
         """Return a DataModule of cells in memory; nothing of them is written to disk."""
         data = cls(**settings)
         data._cells = cells
+        data.leiden = bool(settings.get("leiden"))
         return data
 
     @override
@@ -141,77 +160,120 @@ class PBMC3kDataModule(BaseDataModule):
 
     @override
     def settings(self) -> Mapping[str, Any]:
-        names = ("layer", "label_column", "smallest_cluster", "genes", "fit_on", "split_seed")
-        return {name: getattr(self, name) for name in names}
+        names = (
+            *("layer", "values", "label_column", "leiden", "rare", "smallest_cluster", "split_by"),
+            *("genes", "fit_on", "split_seed"),
+        )
+        found = {name: getattr(self, name) for name in names}
+        if self._preparation is not None:
+            text = json.dumps(self._preparation.plain())
+            found["preparation"] = hashlib.sha256(text.encode()).hexdigest()
+        return found
 
     @override
     def decode(self, save: Save) -> None:
         threads = torch.get_num_threads()
         try:
-            self._decode(save)
+            CellDecoder(self, self._cells, self._preparation).decode(save)
         finally:
             torch.set_num_threads(threads)  # numba, in scanpy, lets torch use all cores
 
-    def _decode(self, save: Save) -> None:
-        cells = read_cells(self.path) if self._cells is None else self._cells
-        counts = counts_of(cells, self.layer)
-        normal = log_normalized(cells, counts)
-        names = self._label_names(cells, normal)
-        labelled = np.flatnonzero(names != np.array(None))
-        class_names, labels = np.unique(names[labelled].astype(str), return_inverse=True)
-        parts = self._rows_of_parts(torch.from_numpy(labels), class_names.tolist())
-        counted = normal[labelled[parts["train"]]].copy()
-        counted.X = counts[labelled[parts["train"]]]
-        if self.fit_on == "paper":
-            genes = variable_genes(normal, self.genes)
-        else:
-            genes = variable_genes(counted, self.genes, least_cells=3)
-        matrix = normal.X[labelled][:, genes]
-        save("values", [matrix.data])
-        save("columns", [matrix.indices])
-        save("starts", [matrix.indptr.astype(np.int64)])
-        save("labels", [labels])
-        for part, rows in parts.items():
-            save(part, [rows])
-        fitted = (matrix if self.fit_on == "paper" else matrix[parts["train"]]).toarray()
-        deviation = fitted.std(0, ddof=1)
-        save("mean", [fitted.mean(0)])
-        save("std", [np.where(deviation > 0, deviation, 1)])  # a constant gene becomes 0
-        save.facts(
-            class_names=class_names.tolist(),
-            genes=normal.var_names[genes].tolist(),
-            cells=normal.obs_names[labelled].tolist(),
-        )
-
-    def _label_names(self, cells: "AnnData", normal: "AnnData") -> NDArray[Any]:
-        if self.label_column is not None:
-            return column_of(cells, self.label_column, self.label_file)
-        # As the paper: a rule that is meant for counts, on log-normalised values of all cells.
-        genes = variable_genes(normal, min(2000, normal.n_vars))
-        return leiden_clusters(normal, genes, self.smallest_cluster)
-
-    def _rows_of_parts(
-        self, labels: Tensor, class_names: Sequence[str]
-    ) -> dict[str, NDArray[np.int64]]:
-        every = np.arange(len(labels))
-        rest, test = stratified_split(every, labels, 0.2, self.split_seed, class_names)
-        train, val = stratified_split(rest, labels, 0.125, self.split_seed, class_names)
-        return dict(zip(_PARTS, (train, val, test), strict=True))
-
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
-        matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], self.genes)
-        mean, std = (torch.from_numpy(tables[name].array.copy()) for name in ("mean", "std"))
-        prepare = _Standardize(mean, std) if self.scale else None
+        columns = len(tables.facts["input_genes"])
+        matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], columns)
+        prepare = None
+        if (scaling := self._scaling(tables.facts))[0] is not None:
+            prepare = Standardize(*scaling)
         labels = tables.labels()
-        rows = {name: tables[name].array.copy() for name in _PARTS}
+        none = np.empty(0, dtype=np.int64)
+        rows = {p: tables[p].array.copy() if p in tables else none for p in _PARTS}
         self._every = Part(matrix, np.arange(len(labels)), labels, prepare)
         return {name: Part(matrix, of, labels[of], prepare) for name, of in rows.items()}
+
+    def _scaling(self, facts: Mapping[str, Any]) -> tuple[Any, Any]:
+        if self._preparation is not None:
+            return self._preparation.mean, self._preparation.std
+        return (facts["mean"], facts["std"]) if self.scale else (None, None)
+
+    @override
+    def check_parts(self, parts: Mapping[str, Part]) -> None:
+        if self._preparation is None:
+            # Groups of cells may lack a type; a net that was not trained on one cannot find it.
+            everywhere = self.split_by is None
+            super().check_parts(parts if everywhere else {"train": parts["train"]})
+            return
+        part = {"test": "test", "validate": "val"}.get(self._stage)
+        if part is not None and not len(parts[part]):
+            raise ValueError(
+                f"There is no cell to {self._stage} on: {self.facts['unlabelled']} `predict` needs "
+                "no labels."
+            )
+
+    @override
+    def preparation(self) -> dict[str, Any]:
+        return self._fitted().plain()
+
+    def _fitted(self) -> CellPreparation:
+        """Return what was fitted to this data, or what a checkpoint has brought."""
+        if self._preparation is not None:
+            return self._preparation
+        self.part("train")  # or say that setup comes first
+        tables = self._tables()
+        facts, prints = tables.facts, tables["fingerprints"].array
+        mean, std = self._scaling(facts)
+        return CellPreparation(
+            facts["input_genes"],
+            facts["total_genes"],
+            facts["class_names"],
+            mean=mean,
+            std=std,
+            seen={name: np.sort(prints[self.part(name).rows]).tolist() for name in _PARTS},
+        )
+
+    @override
+    def use_preparation(self, preparation: Mapping[str, Any]) -> None:
+        wanted = CellPreparation.from_plain(preparation)
+        fits = self.trainer is not None and self.trainer.state.fn == "fit"
+        if fits:
+            if not wanted.matches(self._fitted()):
+                raise ValueError(
+                    "The checkpoint was trained with other genes, scaling or classes than this "
+                    "data gives: resume with the data and the settings that it was begun with."
+                )
+            return
+        if self._preparation is not None and self._preparation.matches(wanted):
+            return
+        self._preparation = wanted
+        self._opened = None
+        if self._parts:
+            self._parts = {}
+            self.setup(self._stage)
 
     @override
     def part_to_predict(self) -> Part:
         self.part("test")  # or say that setup comes first
         return self._every
+
+    @override
+    def describe_samples(self) -> dict[str, Sequence[Any]]:
+        return {
+            "barcode": self.facts["cells"],
+            "true_label": [name or "" for name in self.facts["labels"]],
+            "part": self._part_of_each(),
+        }
+
+    def _part_of_each(self) -> list[str]:
+        parts = np.full(len(self.facts["cells"]), "", dtype=object)
+        if self._preparation is None:
+            for name, part in self._parts.items():
+                parts[part.rows] = name
+        else:
+            prints = self._tables()["fingerprints"].array
+            for name, seen in self._preparation.seen.items():
+                parts[np.isin(prints, seen)] = name
+        found: list[str] = parts.tolist()
+        return found
 
     def add_predictions(
         self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
@@ -221,7 +283,7 @@ class PBMC3kDataModule(BaseDataModule):
         Args:
             cells: Cells with the barcodes of this data; it is changed in place.
             predictions: What `Trainer.predict` returns, batches of classes or dicts with them under
-                `prediction`; or a tensor with a class for every labelled cell.
+                `prediction`; or a tensor with a class for every cell.
             key: Column of `obs`; `<key>_part` says whether a cell was trained on.
         """
         import pandas as pd
@@ -234,20 +296,7 @@ class PBMC3kDataModule(BaseDataModule):
             raise ValueError(
                 f"Expected a prediction for each of {len(barcodes)} cells, got {len(predictions)}."
             )
-        parts = np.empty(len(barcodes), dtype=object)
-        for name, part in self._parts.items():
-            parts[part.rows] = name
+        parts = [part or None for part in self._part_of_each()]
         for column, values in {key: names[predictions.cpu().numpy()], f"{key}_part": parts}.items():
             series = pd.Series(values, index=barcodes).reindex(cells.obs_names)
             cells.obs[column] = series.astype("category")
-
-
-class _Standardize:
-    """Brings every gene to mean 0 and deviation 1."""
-
-    def __init__(self, mean: Tensor, std: Tensor) -> None:
-        self.mean = mean
-        self.std = std
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return values.sub_(self.mean).div_(self.std)

@@ -49,7 +49,7 @@ class SpeechCommandsDataModule(BaseDataModule):
         **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
     """
 
-    needs: ClassVar = {"torchaudio": "'dg-lightning[audio]'"}
+    needs: ClassVar = {"torchaudio": "torchaudio"}
     downloads = (
         Download(
             "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",

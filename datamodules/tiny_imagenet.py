@@ -51,7 +51,7 @@ class TinyImageNetDataModule(BaseDataModule):
     """
 
     input_shape = (3, _SIZE, _SIZE)
-    needs: ClassVar = {"PIL": "'dg-lightning[vision]'"}
+    needs: ClassVar = {"PIL": "pillow"}
     downloads = (
         Download(
             "http://cs231n.stanford.edu/tiny-imagenet-200.zip",

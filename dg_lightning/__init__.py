@@ -1,12 +1,16 @@
 """Networks that decide which of their own units to run, for PyTorch Lightning."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dg_lightning.gates import DynamicGate, StaticGate
-from dg_lightning.layers import GatedLinear, GatedMLP
-from dg_lightning.module import GatedClassifier
-from dg_lightning.protocol import gate_layers
-from dg_lightning.switch_moe import SwitchMoE
+if TYPE_CHECKING:
+    from dg_lightning.gates import DynamicGate, StaticGate
+    from dg_lightning.layers import GatedLinear, GatedMLP
+    from dg_lightning.module import GatedClassifier
+    from dg_lightning.protocol import gate_layers
+    from dg_lightning.spec import trust
+    from dg_lightning.switch_moe import SwitchMoE
 
 __all__ = [
     "DynamicGate",
@@ -17,10 +21,31 @@ __all__ = [
     "SwitchMoE",
     "__version__",
     "gate_layers",
+    "trust",
 ]
 __version__ = "0.1.0"
+
+# Imported on first use: the command line answers simple questions without torch, which takes
+# seconds to import.
+_HOMES = {
+    "DynamicGate": "gates",
+    "GatedClassifier": "module",
+    "GatedLinear": "layers",
+    "GatedMLP": "layers",
+    "StaticGate": "gates",
+    "SwitchMoE": "switch_moe",
+    "gate_layers": "protocol",
+    "trust": "spec",
+}
 
 # In a checkout callbacks/, datamodules/ and configs/ lie beside this package; a wheel has them
 # inside it.
 if not (Path(__file__).parent / "callbacks").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value

@@ -33,11 +33,12 @@ class ComputeReport:
 
     layers: tuple[LayerCompute, ...]
     uncounted: tuple[str, ...] = ()  # modules whose MACs are not in it
+    other_macs: int = 0  # of convolutions, attention and the like, which no gate saves
 
     @property
     def macs_dense(self) -> int:
         """MACs of the net with no gate."""
-        return sum(layer.macs_dense for layer in self.layers)
+        return sum(layer.macs_dense for layer in self.layers) + self.other_macs
 
     @property
     def gate_macs(self) -> float:
@@ -47,12 +48,13 @@ class ComputeReport:
     @property
     def macs(self) -> float:
         """Executed MACs, decisions included."""
-        return sum(layer.macs for layer in self.layers) + self.gate_macs
+        return sum(layer.macs for layer in self.layers) + self.gate_macs + self.other_macs
 
     @property
     def macs_expected(self) -> float:
         """The same with p in place of g."""
-        return sum(layer.macs_expected + layer.gate_macs_expected for layer in self.layers)
+        expected = sum(layer.macs_expected + layer.gate_macs_expected for layer in self.layers)
+        return expected + self.other_macs
 
     @property
     def macs_as_implemented(self) -> int:
@@ -102,14 +104,17 @@ class ComputeReport:
 
         table = Table(title="Compute ledger: MACs a sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
         if self.uncounted:
-            table.caption = f"Not counted: {', '.join(self.uncounted)}."
+            table.caption = (
+                f"Shares are of the linear maps alone; not counted: {', '.join(self.uncounted)}."
+            )
         table.add_column("layer", no_wrap=True)
         for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
             table.add_column(column, justify="right")
         total = LayerCompute(
             "total", self.macs_dense, self.macs - self.gate_macs, gate_macs=self.gate_macs
         )
-        for layer in (*self.layers, total):
+        other = LayerCompute("everything else", self.other_macs, self.other_macs)
+        for layer in (*self.layers, *([other] if self.other_macs else []), total):
             if layer is total:
                 table.add_section()
             needed = layer.macs + layer.gate_macs

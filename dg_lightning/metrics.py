@@ -17,6 +17,7 @@ from dg_lightning.compute import (
 )
 from dg_lightning.compute_report import ComputeReport, LayerCompute
 from dg_lightning.protocol import GateLike, gate_layers
+from dg_lightning.whole_net import WholeNet
 
 __all__ = ["ComputeLedger"]
 
@@ -97,21 +98,28 @@ class ComputeLedger(Metric):
         states = {name: getattr(self, name) for name in self._defaults if name != "samples"}
         return {name: state.cpu().double() / self.samples.cpu() for name, state in states.items()}
 
-    def report(self, net: nn.Module) -> ComputeReport:
-        """Return the ledger of everything seen so far, reduced over all processes."""
+    def report(self, net: nn.Module, whole: WholeNet | None = None) -> ComputeReport:
+        """Return the ledger of everything seen so far, reduced over all processes.
+
+        Args:
+            net: The net.
+            whole: How often its linear maps run for a sample, and what everything else costs; else
+                each map counts as run once, and everything else is left out.
+        """
+        counted = WholeNet() if whole is None else whole
         # A metric squeezes what has one element.
         mean = {name: value.reshape(-1) for name, value in self.compute().items()}
         maps = linear_maps(net)
         gates = gate_layers(net, required=False)
 
-        def of_gate(gate: GateLike | None) -> dict[str, Any]:
+        def of_gate(gate: GateLike | None, runs: float = 1.0) -> dict[str, Any]:
             if gate is None:
                 return {}
             index = next(i for i, other in enumerate(gates.values()) if other is gate)
             opened = mean[f"opened_{index}"]
-            dense = int(gate.decision_macs())
+            dense = round(int(gate.decision_macs()) * runs)
             return {
-                "gate_macs": mean["gate_macs"][index].item(),
+                "gate_macs": mean["gate_macs"][index].item() * runs,
                 "gate_macs_expected": mean["expected_gate"][index].item() * dense,
                 "gate_macs_dense": dense,
                 "open_rate_g": opened.mean().item(),
@@ -125,18 +133,21 @@ class ComputeLedger(Metric):
             for name, gate in gates.items()
             if not any(gate is other for other in attached)
         ]
-        layers += [
-            LayerCompute(
-                m.name,
-                macs_dense=m.macs_dense,
-                macs=mean["macs"][index].item(),
-                macs_expected=mean["expected"][index].item() * m.macs_dense,
-                density=int(m.connections) / m.macs_dense,
-                **of_gate(m.output_gate),
+        for index, m in enumerate(maps):
+            if (runs := counted.runs.get(m.name, 1.0)) == 0:
+                continue  # among the others
+            layers.append(
+                LayerCompute(
+                    m.name,
+                    macs_dense=round(m.macs_dense * runs),
+                    macs=mean["macs"][index].item() * runs,
+                    macs_expected=mean["expected"][index].item() * m.macs_dense * runs,
+                    density=int(m.connections) / m.macs_dense,
+                    **of_gate(m.output_gate, runs),
+                )
             )
-            for index, m in enumerate(maps)
-        ]
-        return ComputeReport(tuple(layers), tuple(uncounted_modules(net)))
+        uncounted = uncounted_modules(net) if whole is None else ()
+        return ComputeReport(tuple(layers), tuple(uncounted), counted.other)
 
 
 def _total(value: Tensor, samples: int, item_ndim: int = 0) -> Tensor:

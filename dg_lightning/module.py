@@ -2,33 +2,34 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
 from dg_lightning.averaging import keep_settings_live
-from dg_lightning.compute import uncounted_modules
+from dg_lightning.checkpoint import TrustedLoading, preparation_in
 from dg_lightning.compute_report import ComputeReport
 from dg_lightning.log_steps import forget_logged, logs_now
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.protocol import GateLike, gate_layers, release
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
+from dg_lightning.whole_net import CountWholeNet, WholeNet
 
 __all__ = ["GatedClassifier"]
 
 
-class GatedClassifier(pl.LightningModule):
+class GatedClassifier(TrustedLoading):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
 
     Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
@@ -98,7 +99,7 @@ class GatedClassifier(pl.LightningModule):
         if input_shape is not None:
             sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
             self.example_input_array = torch.zeros(1, *input_shape)
-        self.net: nn.Module = build(net, "net", **sizes)
+        self.net = build(net, "net", nn.Module, **sizes)
         self.optimizer: OptimizerSpec = optimizer or {
             "class_path": "torch.optim.AdamW",
             "init_args": {"lr": 1e-3},
@@ -131,12 +132,11 @@ class GatedClassifier(pl.LightningModule):
         self.test_ledger = ComputeLedger(self.net)
         # Of the last validation or test; logged values are its figures rounded to float32.
         self.compute_report: ComputeReport | None = None
+        # How the data that it was trained on became its inputs; brought by a checkpoint.
+        self.preparation: dict[str, Any] | None = None
         self._gates: list[GateLike] = []
-        if uncounted := uncounted_modules(self.net):
-            rank_zero_warn(
-                f"The compute ledger counts linear maps only, not {', '.join(uncounted)}: "
-                "compute/macs is a part of what this net does."
-            )
+        self._whole_net: WholeNet | None = None  # counted in the first evaluation
+        self._is_counted = False
 
     @override
     def setup(self, stage: str) -> None:
@@ -147,7 +147,9 @@ class GatedClassifier(pl.LightningModule):
                 "The model was sparse, and no callback of this training keeps it so: its missing "
                 "connections will come back; add StaticSparse, RigL or another."
             )
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
+            data.use_preparation(self.preparation)
         for name in ("num_classes", "input_shape"):
             own, theirs = self.hparams.get(name), getattr(data, name, None)
             if own is not None and theirs is not None and _plain(own) != _plain(theirs):
@@ -233,8 +235,11 @@ class GatedClassifier(pl.LightningModule):
         ledger: ComputeLedger,
     ) -> dict[str, Tensor]:
         x, target = batch
-        logits = self(x)
         samples = len(target)
+        with nullcontext() if self._is_counted else CountWholeNet(self.net) as count:
+            logits = self(x)
+        if count is not None:
+            self._whole_net, self._is_counted = count.whole(samples), True
         self.log(
             f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True
         )
@@ -257,7 +262,12 @@ class GatedClassifier(pl.LightningModule):
         self._log_compute(self.val_ledger)
 
     def _log_compute(self, ledger: ComputeLedger) -> None:
-        self.compute_report = ledger.report(self.net)
+        self.compute_report = ledger.report(self.net, self._whole_net)
+        if self.compute_report.uncounted and not self.trainer.sanity_checking:
+            rank_zero_warn(
+                "The shares of compute/... are of the linear maps alone, without "
+                f"{', '.join(self.compute_report.uncounted)}."
+            )
         for key, value in self.compute_report.logged().items():
             self.log(key, value, sync_dist=True, prog_bar=key == "compute/macs_share")
 
@@ -288,14 +298,14 @@ class GatedClassifier(pl.LightningModule):
         groups = [{"params": [p for p in self.net.parameters() if id(p) not in of_gates]}]
         if gate_parameters:
             groups.append({"params": gate_parameters})
-        optimizer: torch.optim.Optimizer = build(self.optimizer, "optimizer", groups)
+        optimizer = build(self.optimizer, "optimizer", torch.optim.Optimizer, groups)
         for group in optimizer.param_groups[1:]:
             group["lr"] = group["lr"] * self.gate_lr_factor
             if "weight_decay" in group:
                 group["weight_decay"] = 0.0
         if self.lr_scheduler is None:
             return optimizer
-        scheduler = build(self.lr_scheduler, "lr_scheduler", optimizer)
+        scheduler = build(self.lr_scheduler, "lr_scheduler", LRScheduler, optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
         if gate_parameters and not math.isclose(rates[1], rates[0] * self.gate_lr_factor):
             raise ValueError(
@@ -314,6 +324,7 @@ class GatedClassifier(pl.LightningModule):
         # A fit without that callback would fill them again.
         if self._trainer is None or self._trainer.state.fn != "fit":
             announce_masks(self, saved_masks(checkpoint))
+        self.preparation = preparation_in(checkpoint)
 
     @override
     def configure_gradient_clipping(

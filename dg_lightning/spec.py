@@ -1,15 +1,32 @@
-"""Classes as plain values: a class path with its arguments, as YAML and checkpoints hold it."""
+"""Classes as plain values: a class path with its arguments, as YAML and checkpoints hold it.
+
+A class path is looked up, checked to be a class of the kind that is wanted, and only then called.
+What a checkpoint names must also come from a trusted package: importing a module runs its code.
+"""
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 from torch import nn, optim
 
-__all__ = ["ClassSpec", "NetSpec", "OptimizerSpec", "SchedulerSpec", "build", "import_class"]
+__all__ = [
+    "ClassSpec",
+    "NetSpec",
+    "OptimizerSpec",
+    "SchedulerSpec",
+    "build",
+    "check_trusted",
+    "import_class",
+    "modules_named",
+    "trust",
+]
 
-
+T = TypeVar("T")
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
+_trusted = {"dg_lightning", "torch.nn", "torch.optim"}
 
 
 class ClassSpec(TypedDict, total=False):
@@ -51,37 +68,104 @@ else:
     NetSpec, OptimizerSpec, SchedulerSpec = NetFactory, OptimizerFactory, SchedulerFactory
 
 
-def import_class(class_path: str) -> type[Any]:
-    """Return the class of a dotted path; a bare name is looked for in `dg_lightning` and torch.
+def trust(*packages: str) -> None:
+    """Let checkpoints name classes of these packages, or of these modules of a package.
 
-    >>> import_class("AdamW").__module__
+    `dg_lightning`, `torch.nn` and `torch.optim` are trusted from the start. The environment
+    variable DG_TRUST, names joined by commas, does the same for a command.
+
+    >>> trust("my_models")
+    """
+    _trusted.update(packages)
+
+
+def check_trusted(values: Any, source: object) -> None:
+    """Refuse plain values that name a class outside of the trusted packages; import nothing.
+
+    Args:
+        values: Dicts and lists, as a checkpoint or a config holds them.
+        source: Where they come from, to be named in the message.
+
+    >>> check_trusted({"net": {"class_path": "os.system"}}, "a.ckpt")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: a.ckpt names the class 'os.system', whose package is not trusted: ...
+    """
+    if isinstance(values, Mapping):
+        for key in ("class_path", "_class_path"):
+            if key in values:
+                _check_class_path(values[key], source)
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return
+    for value in values:
+        check_trusted(value, source)
+
+
+def _check_class_path(class_path: Any, source: object) -> None:
+    if not isinstance(class_path, str):
+        kind = type(class_path).__name__
+        raise ValueError(f"{source}: a class path must be text, got {kind}: give another file.")
+    module = class_path.rpartition(".")[0]
+    named = {name.strip() for name in os.environ.get("DG_TRUST", "").split(",")} - {""}
+    if module and not any(f"{module}.".startswith(f"{name}.") for name in _trusted | named):
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{source} names the class {class_path!r}, whose package is not trusted: if you trust "
+            f"its code, set DG_TRUST={package}, or call dg_lightning.trust({package!r}) in Python."
+        )
+
+
+def modules_named(values: Any) -> set[str]:
+    """Return the modules of all classes that plain values name.
+
+    >>> modules_named({"net": {"class_path": "my_models.Net"}, "gates": [1, {"class_path": "X"}]})
+    {'my_models'}
+    """
+    if isinstance(values, Mapping):
+        class_path = values.get("class_path")
+        own = {class_path.rpartition(".")[0]} if isinstance(class_path, str) else set()
+        return (own - {""}).union(*map(modules_named, values.values()))
+    return set().union(*map(modules_named, values)) if isinstance(values, (list, tuple)) else set()
+
+
+def import_class(class_path: str, kind: type[T]) -> type[T]:
+    """Return the class of a dotted path, which must be a subclass of `kind`.
+
+    A bare name is looked for in `dg_lightning` and torch.
+
+    >>> import_class("AdamW", optim.Optimizer).__module__
     'torch.optim.adamw'
     """
     module_name, _, name = class_path.rpartition(".")
     places = [module_name] if module_name else _PLACES_OF_BARE_NAMES
+    found = None
     for place in places:
-        found = getattr(importlib.import_module(place), name, None)
-        if isinstance(found, type):
-            return found
-    raise ValueError(
-        f"There is no class {class_path!r}; give its full path, as package.module.Class."
-    )
+        found = found or getattr(importlib.import_module(place), name, None)
+    if not isinstance(found, type):
+        raise ValueError(
+            f"There is no class {class_path!r}; give its full path, as package.module.Class."
+        )
+    if not issubclass(found, kind):
+        raise ValueError(f"{class_path!r} must be a subclass of {kind.__name__}, and is not.")
+    return found
 
 
-def build(spec: Any, role: str, *args: Any, **open_arguments: Any) -> Any:
+def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any) -> T:
     """Build the class that `spec` names from its own arguments and those that were left open.
 
     Of `open_arguments` it gets the ones that it has a parameter for and does not set itself. An
-    argument that is itself a class path is built too.
+    argument that is itself a class path is built too, and must be an `nn.Module`.
 
     Args:
         spec: A `ClassSpec`.
         role: What it is for, to be named in messages.
+        kind: What it must be a subclass of; nothing else is called.
         *args: Positional arguments to put first.
         **open_arguments: Arguments that the class may have left open.
 
     >>> build({"class_path": "torch.nn.Linear", "init_args": {"out_features": 2}}, "net",
-    ...       in_features=3, num_classes=5)
+    ...       nn.Module, in_features=3, num_classes=5)
     Linear(in_features=3, out_features=2, bias=True)
     """
     if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str):
@@ -90,7 +174,7 @@ def build(spec: Any, role: str, *args: Any, **open_arguments: Any) -> Any:
             f"{role}={{'class_path': 'package.Class', 'init_args': {{...}}}}, so that a checkpoint "
             "can build it again."
         )
-    cls = import_class(spec["class_path"])
+    cls = import_class(spec["class_path"], kind)
     given = dict(spec.get("init_args") or {})
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -101,7 +185,7 @@ def build(spec: Any, role: str, *args: Any, **open_arguments: Any) -> Any:
     arguments = {key: value for key, value in open_arguments.items() if key in parameters}
     for key, value in given.items():
         nested = isinstance(value, dict) and "class_path" in value
-        arguments[key] = build(value, f"{role}.{key}") if nested else value
+        arguments[key] = build(value, f"{role}.{key}", nn.Module) if nested else value
     try:
         return cls(*args, **arguments)
     except (TypeError, ValueError) as error:

@@ -238,7 +238,7 @@ def test_what_is_not_counted_is_named() -> None:
     assert uncounted_modules(net) == ["0"]
     report = report_of(net, torch.randn(2, 1, 4, 4))
     assert report.uncounted == ("0",)
-    assert report.table().caption == "Not counted: 0."
+    assert report.table().caption == "Shares are of the linear maps alone; not counted: 0."
     assert uncounted_modules(GatedMLP(6, [4], 3, norm="layer", gate={"kind": "dynamic"})) == []
 
 

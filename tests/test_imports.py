@@ -79,7 +79,7 @@ def test_a_missing_extra_is_named_when_the_class_is_made(torch_and_lightning_alo
     )
     assert out.splitlines() == [
         "DigitsDataModule needs sklearn: pip install scikit-learn",
-        "SpeechCommandsDataModule needs torchaudio: pip install 'dg-lightning[audio]'",
+        "SpeechCommandsDataModule needs torchaudio: pip install torchaudio",
     ]
 
 

@@ -204,7 +204,7 @@ def test_the_shipped_config_gives_wandb_all_of_the_config_and_definitions(tmp_pa
     assert defined["gates/*"].step_metric == "trainer/global_step"
     assert defined["val/accuracy"].summary.max
     assert defined["val/loss"].summary.min
-    (folder,) = (tmp_path / "runs" / "dg-lightning").iterdir()
+    (folder,) = (tmp_path / "runs" / "digits" / "dynamicgate").iterdir()
     kept = {"checkpoints", "config.yaml", "gates", "metrics.csv", "versions.json"}
     assert {path.name for path in folder.iterdir()} >= kept
 

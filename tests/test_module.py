@@ -246,13 +246,6 @@ def test_an_interrupted_evaluation_leaves_nothing_behind(tmp_path: Path) -> None
     assert model.compute_report.macs == figures["compute/macs"]
 
 
-def test_a_net_that_the_ledger_cannot_count_in_full_says_so() -> None:
-    spec: Any = {"class_path": "torch.nn.Conv2d", "init_args": {"in_channels": 1}}
-    spec["init_args"] |= {"out_channels": 2, "kernel_size": 2}
-    with pytest.warns(UserWarning, match="counts linear maps only, not Conv2d"):
-        model_of(net=spec)
-
-
 def test_two_processes_train_to_the_same_weights_and_agree_on_the_figures(
     in_two_processes: Callable[[str], list[Any]],
 ) -> None:

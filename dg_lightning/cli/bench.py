@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.trained import BATCH_SIZES, checked_sizes, inputs_of, net_of
+from dg_lightning.cli.trained import (
+    BATCH_SIZES,
+    add_checkpoint_options,
+    checked_sizes,
+    checkpoint_path,
+    inputs_of,
+    net_of,
+)
 from dg_lightning.runtime.bench import bench, draw, random_net, save, table
 
 __all__ = ["run_bench"]
@@ -21,8 +28,10 @@ def run_bench(args: list[str]) -> None:
         prog="dg-lightning bench",
         description="Measure a net here: dense, masked, compact, by blocks, sparse.",
     )
-    parser.add_argument("--ckpt_path", type=str, help="A checkpoint; or give a shape.")
-    parser.add_argument("--shape", type=list[int], help="Inputs, hidden widths, outputs.")
+    add_checkpoint_options(parser)
+    parser.add_argument(
+        "--shape", type=list[int], help="Inputs, hidden widths, outputs; or a checkpoint."
+    )
     parser.add_argument("--open_rate", type=float, default=0.25, help="Of a shape's gates.")
     parser.add_argument(
         "--gates", type=Literal["static", "dynamic"], default="static", help="Of a shape."
@@ -39,8 +48,12 @@ def run_bench(args: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="Measurements of each.")
     parser.add_argument("--output", type=str, help="Folder for bench.csv and bench.png.")
     given = parser.parse_args(args)
-    if (given.ckpt_path is None) == (given.shape is None):
-        raise refusal("Give either --ckpt_path or --shape, as in --shape '[784, 256, 10]'.")
+    if (given.ckpt_path or given.config) is None and given.shape is None:
+        raise refusal("Give --ckpt_path, --config, or --shape, as in --shape '[784, 256, 10]'.")
+    if (given.ckpt_path or given.config) is not None and given.shape is not None:
+        raise refusal("Give either a checkpoint or --shape, not both.")
+    if given.shape is None:
+        given.ckpt_path = checkpoint_path(given)
     if given.rounds < 1:
         raise refusal(f"`rounds` must be at least 1, got {given.rounds}.")
     sizes, device = checked_sizes(given.batch_sizes), _device(given.device)
@@ -70,7 +83,7 @@ def run_bench(args: list[str]) -> None:
         folder = Path(given.output)
         save(rows, folder / "bench.csv")
         if importlib.util.find_spec("matplotlib") is None:
-            print("A picture needs matplotlib: pip install 'dg-lightning[plot]'")
+            print("A picture needs matplotlib: pip install matplotlib")
         else:
             draw(rows, folder / "bench.png", title)
         print(f"The figures are in {folder}.")

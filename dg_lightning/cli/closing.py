@@ -1,10 +1,11 @@
 """What stands on the terminal when a training has ended."""
 
+import math
 from typing import Any
 
 from dg_lightning.dashboards import run_folder
 
-__all__ = ["print_closing"]
+__all__ = ["not_finite", "print_closing"]
 
 # What is told of a training, where it was logged.
 _FIGURES = {
@@ -17,6 +18,19 @@ _FIGURES = {
     "gates/open_rate": ("open units", ".2%"),
 }
 _LAYER = "gates/open_rate_g/"
+
+
+def not_finite(trainer: Any) -> str | None:
+    """Return what is NaN or infinite after a training, with the way out; None if nothing is."""
+    advice = "lower the learning rate, or set trainer.gradient_clip_val"
+    weights = trainer.lightning_module.named_parameters()
+    broken = [name for name, weight in weights if not bool(weight.detach().isfinite().all())]
+    if broken:
+        return f"{len(broken)} of its weights, {broken[0]} first, are not finite; {advice}"
+    for key, value in trainer.callback_metrics.items():
+        if key.rpartition("/")[2].endswith("loss") and not math.isfinite(float(value)):
+            return f"{key} is {float(value)}; {advice}"
+    return None
 
 
 def print_closing(trainer: Any) -> None:

@@ -1,13 +1,23 @@
 """Configs that ship with the package, by their short names."""
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
-from dg_lightning.cli.errors import refusal
+import yaml
 
-__all__ = ["config_path", "shipped_configs", "with_config_paths"]
+from dg_lightning.cli.refusal import refusal
+
+__all__ = [
+    "config_name",
+    "config_path",
+    "config_summary",
+    "options_named",
+    "shipped_configs",
+    "with_config_paths",
+]
 
 
 def shipped_configs() -> list[str]:
@@ -19,6 +29,40 @@ def shipped_configs() -> list[str]:
     folders = [entry for entry in files("dg_lightning.configs").iterdir() if entry.is_dir()]
     found = [f"{folder.name}/{entry.name}" for folder in folders for entry in folder.iterdir()]
     return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+
+
+def config_summary(name: str) -> str:
+    """Return the first sentence of the comment that a shipped config begins with.
+
+    >>> config_summary("digits/baseline")
+    'Digits, plain MLP: the dense reference.'
+    """
+    lines = files("dg_lightning.configs").joinpath(f"{name}.yaml").read_text("utf-8").splitlines()
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    comment = " ".join(line.removeprefix("#").strip() for line in lines[:first])
+    sentence, stop, _ = comment.partition(". ")
+    return sentence + stop.rstrip()
+
+
+def config_name(path: str) -> str:
+    """Return the short name of a config that ships, or the whole path of another file."""
+    shipped = Path(str(files("dg_lightning.configs"))).resolve()
+    whole = Path(path).resolve()
+    if whole.is_relative_to(shipped):
+        return whole.relative_to(shipped).with_suffix("").as_posix()
+    return str(whole)
+
+
+def options_named(args: list[str], *names: str) -> Iterator[str]:
+    """Give the values of an option, written as `--name value` or `--name=value`.
+
+    >>> list(options_named(["-c", "a", "--config=b", "--x=1"], "--config", "-c"))
+    ['a', 'b']
+    """
+    for index, argument in enumerate(args):
+        option, equals, value = argument.partition("=")
+        if option in names and (equals or index + 1 < len(args)):
+            yield value if equals else args[index + 1]
 
 
 def with_config_paths(args: list[str]) -> list[str]:
@@ -38,13 +82,30 @@ def with_config_paths(args: list[str]) -> list[str]:
 def config_path(name: str) -> str:
     """Return the path of a config, given as one or by the short name of one that ships."""
     if Path(name).is_file():
+        _check_yaml(name)
         return name
     shipped = shipped_configs()
     short = name.removeprefix("configs/").removesuffix(".yaml")
     if short in shipped:
         if short.startswith("logger/wandb") and find_spec("wandb") is None:
-            raise refusal(f"{short} needs W&B: pip install 'dg-lightning[wandb]'.")
+            raise refusal(f"{short} needs W&B: pip install wandb wandb-workspaces.")
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
     near = get_close_matches(short, shipped, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"these ship: {', '.join(shipped)}."
+    hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists those that ship."
     raise refusal(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
+
+
+def _check_yaml(path: str) -> None:
+    """Refuse a file that is not text, not YAML, or names Python objects by a tag."""
+    try:
+        for event in yaml.parse(Path(path).read_text("utf-8"), Loader=yaml.SafeLoader):
+            if getattr(event, "tag", None) is not None:
+                line = event.start_mark.line + 1
+                raise refusal(f"{path}, line {line}: a config holds plain values, not tags.")
+    except UnicodeDecodeError as error:
+        raise refusal(f"{path} is not text: {error}.", error) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise refusal(f"{path}{where} is not YAML: {problem}.", error) from error

@@ -1,8 +1,6 @@
 """What a user did wrong, said in one line, with exit status 2."""
 
-import os
 import re
-import sys
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,11 +9,11 @@ import jsonargparse
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 import dg_lightning
 from dg_lightning import callbacks, datamodules
+from dg_lightning.cli.refusal import Refusal, refusal
 
 __all__ = ["OneLineErrorParser", "Refusal", "is_users_error", "one_line", "refusal"]
 
@@ -51,29 +49,14 @@ class OneLineErrorParser(LightningArgumentParser):
         raise refusal(one_line(message), ex)
 
 
-class Refusal(SystemExit):
-    """Ends the program with status 2, and knows why."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(2)
-        self.message = message
-
-
-def refusal(message: str, cause: Exception | None = None) -> Refusal:
-    """Say what is wrong, and return what ends the program; `DG_TRACEBACK=1` shows the cause."""
-    if cause is not None and os.environ.get("DG_TRACEBACK"):
-        traceback.print_exception(cause)
-    if getattr(rank_zero_only, "rank", 0) == 0:
-        sys.stderr.write(f"dg-lightning: error: {message}\n")
-    return Refusal(message)
-
-
 def is_users_error(error: Exception) -> bool:
     """Tell an error that was raised for the user to read from one that a bug has caused."""
     if isinstance(error, (OSError, ModuleNotFoundError, MisconfigurationException)):
         return True
     place = traceback.extract_tb(error.__traceback__)[-1].filename
-    return isinstance(error, _SPOKEN) and any(Path(place).is_relative_to(p) for p in _SPEAKING)
+    is_sentence = isinstance(error, KeyError) and " " in str(error)
+    speaks = isinstance(error, _SPOKEN) or is_sentence
+    return speaks and any(Path(place).is_relative_to(package) for package in _SPEAKING)
 
 
 def one_line(message: str) -> str:

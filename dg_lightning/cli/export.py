@@ -15,11 +15,14 @@ from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedMLP
+from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.trained import (
     BATCH_SIZES,
+    add_checkpoint_options,
     batches,
     checked_sizes,
+    checkpoint_path,
     data_of,
     has_part,
     net_of,
@@ -54,7 +57,7 @@ def run_export(args: list[str]) -> None:
         prog="dg-lightning export",
         description="Write a trained net as a small dense one that runs without dg-lightning.",
     )
-    parser.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    add_checkpoint_options(parser)
     parser.add_argument("--format", type=Format, default="safetensors", help="Kind of file.")
     parser.add_argument("--output", type=str, required=True, help="The file.")
     parser.add_argument(
@@ -87,6 +90,7 @@ def run_export(args: list[str]) -> None:
         "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Sizes to be fast for."
     )
     given = parser.parse_args(args)
+    given.ckpt_path = checkpoint_path(given)
     _need(given.format)
     if not 0 <= given.min_usage < 1:
         raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
@@ -110,7 +114,12 @@ def run_export(args: list[str]) -> None:
     meant, made = _compacted(net, given, sizes, seen)
     shape = shape_of(given.ckpt_path)
     x = check_inputs(made, meant).unflatten(1, shape)
-    exported = export(meant, made, given.format, Path(given.output), x)
+    preparation = preparation_in(read_checkpoint(given.ckpt_path))
+    if preparation is None:
+        print("The checkpoint is of an earlier version, which did not save how data was prepared.")
+    else:
+        preparation.pop("seen", None)  # which cells were trained on: only the checkpoint needs it
+    exported = export(meant, made, given.format, Path(given.output), x, preparation)
     slower = [size for size, gain in _tell(net, made, exported, sizes, shape).items() if gain < 1]
     if meant is not net and wanted is None:
         print("It is another function than the trained net: --freeze_gates=false keeps the gates.")
@@ -197,5 +206,5 @@ def _need(format: str) -> None:
     missing = [name for name in _NEEDED[format] if importlib.util.find_spec(name) is None]
     if missing:
         raise refusal(
-            f"The format {format} needs {', '.join(missing)}: pip install 'dg-lightning[export]'."
+            f"The format {format} needs {', '.join(missing)}: pip install {' '.join(missing)}."
         )

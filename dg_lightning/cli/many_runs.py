@@ -20,9 +20,7 @@ def run_many(args: list[str]) -> None:
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
-        raise refusal(
-            f"`{command}` needs Optuna: pip install 'dg-lightning[study]'.", error
-        ) from error
+        raise refusal(f"`{command}` needs Optuna: pip install optuna.", error) from error
     from dg_lightning.study import Search, Study, run_search, run_study
 
     kind = Study if command == "study" else Search

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
@@ -16,7 +17,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
 
+from dg_lightning import GatedClassifier
+from dg_lightning.cli.configs import config_name
+from dg_lightning.cli.runs import RUN_FILE
 from dg_lightning.dashboards import run_folder
+from dg_lightning.files import replacing, write_text
 from dg_lightning.versions import versions
 
 __all__ = ["SaveWholeConfig", "WritePredictions", "WriteTestTables", "plain"]
@@ -33,18 +38,28 @@ class SaveWholeConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        whole = {"config": plain(self.parser, self.config), "versions": versions()}
+        config = json.loads(self.parser.dump(self.config, format="json", skip_unset=False))
+        if isinstance(pl_module, GatedClassifier):
+            model = dict(pl_module.hparams)
+            brought = {"class_path": model.pop("_class_path"), "init_args": model}
+            if brought != plain(self.parser, self.config)["model"]:  # by a checkpoint
+                config["model"] = brought
         for logger in trainer.loggers:
-            logger.log_hyperparams(whole)
+            logger.log_hyperparams({"config": config, "versions": versions()})
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         _keep_metrics(trainer)
         # Without a logger all runs share a folder: a test must not replace the config of a fit.
         command: Any = trainer.state.fn
         own = trainer.loggers or command == "fit"
-        path = _in_run_folder(trainer, "config.yaml" if own else f"config_{command.value}.yaml")
-        self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=False)
-        path.with_name("versions.json").write_text(json.dumps(versions()), encoding="utf-8")
+        folder = run_folder(trainer)
+        name = "config.yaml" if own else f"config_{command.value}.yaml"
+        write_text(folder / name, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_text(folder / "versions.json", json.dumps(versions()))
+        if own:
+            configs = [config_name(str(path)) for path in self.config.get("config") or []]
+            record = {"command": command.value, "configs": configs}
+            write_text(folder / RUN_FILE, json.dumps(record))
 
 
 def _keep_metrics(trainer: Any) -> None:
@@ -73,18 +88,20 @@ class WritePredictions(BasePredictionWriter):
     ) -> None:
         suffix = f"_{trainer.global_rank}" if trainer.world_size > 1 else ""
         folder = trainer.strategy.broadcast(run_folder(trainer))
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"predictions{suffix}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            names = _class_names(trainer)
-            writer.writerow(["index", "prediction", "probability", *(["class"] if names else [])])
-            # One dataloader: its batches, each with the indices of its samples.
-            for batch, indices in zip(predictions, batch_indices[0], strict=True):
-                labels = batch["prediction"].tolist()
-                chances = batch["probability"].amax(-1).tolist()
-                for index, label, chance in zip(indices, labels, chances, strict=True):
-                    name = [names[label]] if names else []
-                    writer.writerow([index, label, f"{chance:.6f}", *name])
+        data = getattr(trainer, "datamodule", None)
+        described: dict[str, Any] = getattr(data, "describe_samples", dict)()
+        key, *known = described or {"index": ()}
+        names = _class_names(trainer)
+        rows = [[key, "prediction", "probability", *known]]
+        # One dataloader: its batches, each with the indices of its samples.
+        for batch, indices in zip(predictions, batch_indices[0], strict=True):
+            labels = batch["prediction"].tolist()
+            chances = batch["probability"].amax(-1).tolist()
+            for index, label, chance in zip(indices, labels, chances, strict=True):
+                about = [described[name][index] for name in described] or [index]
+                name = names[label] if names else label
+                rows.append([about[0], name, f"{chance:.6f}", *about[1:]])
+        _write_csv(folder / f"predictions{suffix}.csv", rows)
         files = "a file a process" if suffix else "predictions.csv"
         rank_zero_info(f"Predictions are in {folder}, {files}.")
 
@@ -120,24 +137,22 @@ class WriteTestTables(pl.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         names = _class_names(trainer) or [str(index) for index in range(len(counts))]
-        with _in_run_folder(trainer, "confusion.csv").open(
-            "w", newline="", encoding="utf-8"
-        ) as file:
-            # A row a true class, a column a predicted one.
-            rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
-            csv.writer(file).writerows([["true class", *names], *rows])
+        # A row a true class, a column a predicted one.
+        rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
+        folder = run_folder(trainer)
+        _write_csv(folder / "confusion.csv", [["true class", *names], *rows])
         report: Any = pl_module.compute_report
-        with _in_run_folder(trainer, "compute.csv").open("w", newline="", encoding="utf-8") as file:
-            lines = [asdict(layer) for layer in report.layers]
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+        lines = [asdict(layer) for layer in report.layers]
+        values = [list(line.values()) for line in lines]
+        _write_csv(folder / "compute.csv", [list(lines[0]), *values])
 
 
-def _in_run_folder(trainer: Any, name: str) -> Path:
-    folder = run_folder(trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / name
+def _write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    with (
+        replacing(path) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
+        csv.writer(file).writerows(rows)
 
 
 def _class_names(trainer: Any) -> list[str]:

@@ -56,7 +56,7 @@ class PlanningTrainer(pl.Trainer):
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            rank_zero_info("A picture needs matplotlib: pip install 'dg-lightning[plot]'")
+            rank_zero_info("A picture needs matplotlib: pip install matplotlib")
             return
         path = Path(output, "plan.png") if Path(output).is_dir() else Path(output)
         draw(curves, clock, path)

@@ -1,4 +1,4 @@
-"""The program, with its commands of one training; `many_runs` has the others."""
+"""The commands of one training, on LightningCLI; `many_runs` and `views` have the others."""
 
 import logging
 import os
@@ -13,23 +13,27 @@ import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
-from dg_lightning.cli.checkpoints import newest_checkpoint, read_checkpoint
-from dg_lightning.cli.closing import print_closing
+from dg_lightning.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.cli.callback_options import with_named_callbacks
+from dg_lightning.cli.closing import not_finite, print_closing
 from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
 from dg_lightning.cli.many_runs import MANY_RUNS, run_many
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.cli.quiet import quietly
+from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
 from dg_lightning.cli.views import VIEWS, show
-from dg_lightning.spec import import_class
+from dg_lightning.files import WholeFileCheckpointIO
+from dg_lightning.spec import import_class, modules_named, trust
 from dg_lightning.step_hooks import leave_out_empty_hooks
 
-__all__ = ["GateCLI", "main", "run_command"]
+__all__ = ["GateCLI", "run", "run_command"]
 
 # Imported so that their classes can be named without a path: `--trainer.callbacks+=GatePenalty`.
 _NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
@@ -40,42 +44,38 @@ _NOISE = (
     "The dirpath has changed",  # a test run writes no checkpoint
 )
 _QUIET = "--quiet"
-_INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 _ADVERTISING = "Tip: For seamless cloud"
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the program with the given arguments, or with those of the command line."""
+def run(given: list[str]) -> None:
+    """Run a command that `start.main` has not answered by itself."""
     # What the optimizer keeps of a closed unit halves with every few steps, and CPUs are many times
     # slower with numbers below 1e-38: up to a third of the time after some epochs. First of all,
     # because threads take it over when they are made.
     torch.set_flush_denormal(True)
     sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
-    given = list(sys.argv[1:] if args is None else args)
     if _QUIET in given:
         asks = any(a in ("-h", "--help") or a.startswith("--print_config") for a in given)
         with nullcontext() if asks else quietly():
-            main([argument for argument in given if argument != _QUIET])
+            run([argument for argument in given if argument != _QUIET])
         return
+    command, *rest = given
     try:
-        if given and given[0] in MANY_RUNS:
+        if command in MANY_RUNS:
             run_many(given)
-        elif given and given[0] in VIEWS:
+        elif command in VIEWS:
             show(given)
-        elif given and given[0] == "export":
+        elif command == "export":
             # Here, because it takes a moment to import, and training needs none of it.
             from dg_lightning.cli.export import run_export
 
-            run_export(given[1:])
-        elif given and given[0] == "bench":
+            run_export(rest)
+        elif command == "bench":
             from dg_lightning.cli.bench import run_bench
 
-            run_bench(given[1:])
+            run_bench(rest)
         else:
             run_command(given)
-    except KeyboardInterrupt:  # no fault at all; a training is ended well by Lightning itself
-        sys.stderr.write("dg-lightning: interrupted.\n")
-        raise SystemExit(_INTERRUPTED) from None
     except Exception as error:  # whose fault it is, type and origin tell together
         if not is_users_error(error):
             raise
@@ -106,9 +106,6 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
             "prog": "dg-lightning",
             "version": __version__,
             "description": "Train and use networks that decide which of their units to run.",
-            "epilog": "Many trainings: dg-lightning {study,search} --help; what came out: "
-            "dg-lightning {report,wandb-workspace} --help; made fast: dg-lightning {export,bench} "
-            "--help. With --quiet, warnings and errors only.",
         },
         auto_configure_optimizers=False,
         args=args,
@@ -133,6 +130,8 @@ class GateCLI(LightningCLI):
         # To make the parsers of all the other commands takes a quarter of the start.
         wanted = {name: skipped for name, skipped in every.items() if name in args[:1]} or every
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
+        self._saved: dict[str, Any] | None = None  # hyper-parameters of a checkpoint of ours
+        self._preparation: dict[str, Any] | None = None  # of the data that it was trained on
         super().__init__(*classes, args=args, **options)  # type: ignore[misc]
 
     @staticmethod
@@ -143,50 +142,68 @@ class GateCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
-        try:
-            self.config = parser.parse_args(with_config_paths(args))
-        except UnicodeDecodeError as error:
-            raise refusal(f"A config file is not text: {error}.", error) from error
+        resolved = with_named_callbacks(with_config_paths(args), parser)
+        self.config = parser.parse_args(resolved)
+        if _is_gated_classifier(self._settings):
+            loggers = with_run_folder(self._plain()["trainer"])
+            if loggers is not None:
+                self._change({"trainer": {"logger": loggers}})
 
     @property
     def _settings(self) -> Namespace:
         settings: Namespace = self.config[self.config.subcommand]
         return settings
 
+    def _plain(self) -> dict[str, Any]:
+        return plain(self._parser(self.config.subcommand), self._settings)
+
+    def _change(self, values: dict[str, Any]) -> None:
+        """Change settings; the parser checks them as if they had been given."""
+        self.config = self.parser.parse_object({self.config.subcommand: values}, self.config)
+
     @override
     def _parse_ckpt_path(self) -> None:
         """Let a checkpoint bring its own model, as a whole.
 
-        Lightning would merge its hyper-parameters into those of the config instead.
+        Lightning would merge its hyper-parameters into those of the config instead, by its parser,
+        which imports what they name.
         """
         settings = self._settings
         if "ckpt_path" not in settings:
             return
-        path = settings.get("ckpt_path")
-        if not _is_gated_classifier(settings):
-            if path is not None and os.path.isfile(path):
-                read_checkpoint(path)
-            super()._parse_ckpt_path()
-            return
-        # Without a checkpoint, Lightning would quietly evaluate an untrained net.
-        if path == "last" or (path is None and self.config.subcommand != "fit"):
-            settings.ckpt_path = path = newest_checkpoint(settings)
+        path, command = settings.get("ckpt_path"), self.config.subcommand
+        is_ours, given = _is_gated_classifier(settings), self._plain()
+        if is_ours and (path == "last" or (path is None and command != "fit")):
+            # Without a checkpoint, Lightning would quietly evaluate an untrained net.
+            configs = [str(config) for config in settings.get("config") or []]
+            settings.ckpt_path = path = newest_checkpoint(given["trainer"], configs)
             rank_zero_info(f"Using the newest checkpoint, {path}")
+        elif path is None and command != "fit":
+            rank_zero_warn(
+                f"There is no --ckpt_path: `{command}` uses the weights that the model begins with."
+            )
         if path is None or path.startswith("registry") or "://" in path:
             return
-        saved = dict(read_checkpoint(path).get("hyper_parameters", {}))
-        class_path = saved.pop("_class_path", None)
-        if class_path is None or not issubclass(import_class(class_path), GatedClassifier):
+        trust(*modules_named(given))  # by the user, in this command
+        checkpoint = read_checkpoint(path)
+        self._preparation = preparation_in(checkpoint)
+        saved = dict(checkpoint.get("hyper_parameters", {}))
+        if is_ours:
+            self._take_model(path, saved, given["model"]["init_args"])
+            return
+        arguments = settings.get("model.init_args") or Namespace()
+        for name, value in saved.items():  # plain ones only: nothing is imported by name
+            if name in arguments and isinstance(value, (bool, int, float, str)):
+                arguments[name] = value
+
+    def _take_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
+        """Use the model of a checkpoint, and say where the config's differs."""
+        class_path = saved.get("_class_path")
+        if not isinstance(class_path, str) or "_instantiator" in saved:
             raise refusal(f"{path!r} is no checkpoint of a GatedClassifier: give another one.")
-        parser = self._parser(self.config.subcommand)
-        configured = plain(parser, settings)["model"]["init_args"]
-        settings.model = None
-        model = {"class_path": class_path, "init_args": saved}
-        self.config = self.parser.parse_object(
-            {self.config.subcommand: {"model": model}}, self.config
-        )
-        brought = plain(parser, self._settings)["model"]["init_args"]
-        if differing := _differing(configured, brought):
+        import_class(class_path, GatedClassifier)
+        self._saved = saved
+        if differing := _differing(configured, saved):
             rank_zero_info(
                 "The checkpoint brings its own model, which differs from the config in "
                 f"{', '.join(differing)}."
@@ -205,7 +222,7 @@ class GateCLI(LightningCLI):
         settings = self._settings
         wanted = settings.get("model.init_args") or Namespace()
         sizes = [k for k in ("num_classes", "input_shape") if k in wanted and wanted[k] is None]
-        if not sizes or settings.get("data") is None:
+        if not sizes or settings.get("data") is None or self._saved is not None:
             return
         parser = self._parser(self.config.subcommand)
         data = parser.instantiate(Namespace(data=settings.data)).data
@@ -218,8 +235,18 @@ class GateCLI(LightningCLI):
     ) -> GatedClassifier:
         # The parser has checked the arguments and made factories of net and optimizer. The model is
         # given the plain values instead: they are its hyper-parameters in the checkpoint.
-        model = plain(self._parser(self.config.subcommand), self._settings)["model"]
-        return class_type(**model["init_args"])
+        if self._saved is None:
+            return class_type(**self._plain()["model"]["init_args"])
+        saved = dict(self._saved)
+        return import_class(saved.pop("_class_path"), GatedClassifier)(**saved)
+
+    @override
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        use_preparation = getattr(self.datamodule, "use_preparation", None)
+        resumes = self.config.subcommand == "fit"  # checked when Lightning restores the data
+        if self._preparation is not None and use_preparation is not None and not resumes:
+            use_preparation(self._preparation)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -227,6 +254,8 @@ class GateCLI(LightningCLI):
         if isinstance(self.model, GatedClassifier):
             predicts = self.subcommand == "predict"
             trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeFileCheckpointIO()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             leave_out_empty_hooks(callback)
         return trainer
@@ -235,11 +264,15 @@ class GateCLI(LightningCLI):
         """Say how a training has ended."""
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print_closing(self.trainer)
+        if reason := not_finite(self.trainer):
+            raise refusal(f"The training has failed: {reason}.", status=1)
 
 
 def _is_gated_classifier(settings: Namespace) -> bool:
     class_path = settings.get("model.class_path")
-    return class_path is not None and issubclass(import_class(class_path), GatedClassifier)
+    return class_path is not None and issubclass(
+        import_class(class_path, pl.LightningModule), GatedClassifier
+    )
 
 
 def _differing(configured: Any, brought: Any, key: str = "model") -> list[str]:

@@ -11,14 +11,17 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dg_lightning import GatedClassifier, GatedMLP
-from dg_lightning.cli.checkpoints import read_checkpoint
-from dg_lightning.cli.errors import one_line, refusal
-from dg_lightning.spec import build, import_class
+from dg_lightning.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
+from dg_lightning.cli.runs import newest_run
+from dg_lightning.spec import build, check_trusted, import_class
 
 __all__ = [
     "BATCH_SIZES",
+    "add_checkpoint_options",
     "batches",
     "checked_sizes",
+    "checkpoint_path",
     "data_of",
     "has_part",
     "inputs_of",
@@ -27,6 +30,24 @@ __all__ = [
 ]
 
 BATCH_SIZES = [1, 32, 1024]
+
+
+def add_checkpoint_options(parser: OneLineErrorParser) -> None:
+    """Let a command be told its checkpoint by path, or by config."""
+    parser.add_argument("--ckpt_path", type=str, help="The checkpoint.")
+    parser.add_argument(
+        "--config",
+        type=str,
+        action="append",
+        help="A config, by name or path, whose newest run is taken.",
+    )
+
+
+def checkpoint_path(given: Any) -> str:
+    """Return the checkpoint that was asked for."""
+    if (given.ckpt_path is None) == (given.config is None):
+        raise refusal("Give either --ckpt_path, or --config for the newest run of a config.")
+    return newest_run(given.config) if given.ckpt_path is None else given.ckpt_path
 
 
 def checked_sizes(batch_sizes: list[int]) -> list[int]:
@@ -40,9 +61,9 @@ def net_of(path: str) -> GatedMLP:
     """Return the net of a checkpoint, in evaluation, without gradients."""
     saved = read_checkpoint(path).get("hyper_parameters", {})
     class_path = saved.get("_class_path")
-    if class_path is None or not issubclass(import_class(class_path), GatedClassifier):
+    if not isinstance(class_path, str):
         raise refusal(f"{path!r} is no checkpoint of a GatedClassifier: give another one.")
-    model = import_class(class_path).load_from_checkpoint(path, map_location="cpu")
+    model = import_class(class_path, GatedClassifier).load_from_checkpoint(path, map_location="cpu")
     net = model.net
     if not isinstance(net, GatedMLP):
         raise refusal(
@@ -70,7 +91,7 @@ def data_of(
     checkpoint = Path(path).resolve()
     places = [folder / "config.yaml" for folder in list(checkpoint.parents)[:2]]
     config = next((place for place in places if place.is_file()), None)
-    whole: Any = None if config is None else yaml.safe_load(config.read_text("utf-8"))
+    whole = None if config is None else _read_yaml(config)
     spec: Any = whole.get("data") if isinstance(whole, dict) else None
     if not isinstance(spec, dict) or "class_path" not in spec:
         if needed_by is not None:
@@ -81,11 +102,15 @@ def data_of(
         return None
     if root is not None:
         spec.setdefault("init_args", {})["root"] = root
+    check_trusted(spec, config)
+    preparation = preparation_in(read_checkpoint(path))
     try:
-        data: pl.LightningDataModule = build(spec, "data")
+        data = build(spec, "data", pl.LightningDataModule)
+        if preparation is not None and hasattr(data, "use_preparation"):
+            data.use_preparation(preparation)
         data.prepare_data()
-        data.setup("fit")
-        data.setup("test")
+        for stage in ("validate", "test") if preparation else ("fit", "test"):
+            data.setup(stage)
     except Exception as error:  # of whatever kind: a DataModule may be anybody's
         reason = one_line(str(error))
         if needed_by is not None:
@@ -93,6 +118,13 @@ def data_of(
         print(f"The run's data cannot be read ({reason}).")
         return None
     return data
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise refusal(f"{path} is not plain YAML ({one_line(str(error))}): mend it.") from error
 
 
 def has_part(data: pl.LightningDataModule, part: str) -> bool:

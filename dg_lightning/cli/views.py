@@ -1,13 +1,15 @@
-"""The commands `report` and `wandb-workspace`: look at what came out."""
+"""The commands `report`, `genes` and `wandb-workspace`: look at what came out."""
 
 import sys
 from pathlib import Path
 
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.runs import newest_run
+from dg_lightning.files import write_text
 
 __all__ = ["VIEWS", "show"]
 
-VIEWS = ("report", "wandb-workspace")
+VIEWS = ("report", "genes", "wandb-workspace")
 
 
 def show(args: list[str]) -> None:
@@ -15,6 +17,10 @@ def show(args: list[str]) -> None:
     command, *rest = args
     if command == "report":
         _report(rest)
+    elif command == "genes":
+        from dg_lightning.cli.genes import run_genes
+
+        run_genes(rest)
     else:
         _workspace(rest)
 
@@ -26,10 +32,19 @@ def _report(args: list[str]) -> None:
         prog="dg-lightning report",
         description="Write the page of a study or of a run: one file that opens from the disk.",
     )
-    parser.add_argument("folder", type=str, help="Folder of a study, or of a run.")
+    parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
+    parser.add_argument(
+        "--config",
+        type=str,
+        action="append",
+        help="Instead of a folder: a config, by name or path, whose newest run is taken.",
+    )
     parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
     given = parser.parse_args(args)
-    path = write_report(Path(given.folder), None if given.output is None else Path(given.output))
+    if (given.folder is None) == (given.config is None):
+        raise refusal("Give either a folder, or --config for the newest run of a config.")
+    folder = given.folder or Path(newest_run(given.config)).parents[1]
+    path = write_report(Path(folder), None if given.output is None else Path(given.output))
     print(f"The report is {path}.")
 
 
@@ -52,7 +67,7 @@ def _workspace(args: list[str]) -> None:
         import wandb_workspaces  # noqa: F401
     except ModuleNotFoundError as error:
         raise refusal(
-            "`wandb-workspace` needs W&B: pip install 'dg-lightning[wandb]'.", error
+            "`wandb-workspace` needs W&B: pip install wandb wandb-workspaces.", error
         ) from error
     from dg_lightning.dashboards.workspace import gate_workspace, reachable_server, specification
 
@@ -68,8 +83,7 @@ def _workspace(args: list[str]) -> None:
             print(f"The workspace is {workspace.url}.")
             return
     path = Path(given.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(specification(workspace), encoding="utf-8")
+    write_text(path, specification(workspace))
     sys.stderr.write(
         f"{address} {reason}: the specification of the workspace is in {path}. To save it, run "
         "`wandb login` and this command again where the server can be reached.\n"

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dg_lightning.dashboards.tables import read_rows
+from dg_lightning.files import write_text
 from dg_lightning.report.html import text
 from dg_lightning.report.run import is_run, read_run
 from dg_lightning.report.run_part import run_part
-from dg_lightning.study.tables import TEXTS, write_text
+from dg_lightning.study.tables import TEXTS
 
 __all__ = ["study_page", "write_report"]
 

@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dg_lightning.files import replacing, write_text
 from dg_lightning.layers import GatedMLP
 from dg_lightning.runtime import plain
 from dg_lightning.runtime.compaction import Compact
@@ -45,7 +46,12 @@ class Exported:
 
 
 def export(
-    net: nn.Module, compacted: Compact, format: Format, output: Path, x: Tensor | None = None
+    net: nn.Module,
+    compacted: Compact,
+    format: Format,
+    output: Path,
+    x: Tensor | None = None,
+    preparation: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write a compact net, read it back, and compare it with the net that it was made of.
 
@@ -56,9 +62,12 @@ def export(
             dg_lightning. `pt2`: a program of `torch.export`. `onnx`.
         output: The file; its ending is added where it is missing.
         x: Inputs to compare on; drawn at random for a `GatedMLP` where None.
+        preparation: How data becomes inputs: features, scaling and classes, which the file carries
+            as JSON under `preparation`.
 
     Raises:
         RuntimeError: If what was read back differs.
+        OSError: If it cannot be written; a file that was there before is left as it was.
     """
     if format not in _ENDINGS:
         raise ValueError(f"`format` must be one of {', '.join(_ENDINGS)}, got {format!r}.")
@@ -67,7 +76,6 @@ def export(
     ending = _ENDINGS[format]
     output = output if output.suffix == ending else output.with_name(output.name + ending)
     others = _beside(output, compacted) if format == "safetensors" else {}
-    output.parent.mkdir(parents=True, exist_ok=True)
     plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
     if x is None:
@@ -75,11 +83,15 @@ def export(
             raise TypeError(f"For a {type(net).__name__}, give inputs to compare on as `x`.")
         x = check_inputs(compacted, net)
     x = x.cpu().float()
-    unfinished = output.with_name(f".{output.name}")
-    try:
-        {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format](
-            plain_net, compacted, unfinished, x
-        )
+    writer = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
+    about = json.dumps(preparation)
+    with replacing(output) as unfinished:
+        try:
+            writer(plain_net, compacted, unfinished, x, about)
+        except Exception as error:  # each writer has its own kind for a full disk
+            if not isinstance(error, OSError) and "os error" not in str(error).lower():
+                raise
+            raise OSError(f"{output} cannot be written ({error}): free some space.") from error
         difference = _difference(_reader(format, unfinished), masked, x)
         if not difference < _TOLERANCE:
             raise RuntimeError(
@@ -87,11 +99,8 @@ def export(
                 f"largest output, more than {_TOLERANCE:.0e}, and is not kept: please report it "
                 "with the checkpoint."
             )
-        unfinished.replace(output)
-    finally:
-        unfinished.unlink(missing_ok=True)
     for path, text in others.items():
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     return Exported([output, *others], difference, _reader(format, output))
 
 
@@ -145,22 +154,22 @@ def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> 
     return x[sure][:samples]
 
 
-def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
+def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
     from safetensors.torch import save_file
 
     recipe = json.dumps({"format": 1, "steps": compacted.steps})
     weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
-    save_file(weights, path, {"recipe": recipe})
+    save_file(weights, path, {"recipe": recipe, "preparation": about})
 
 
-def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
+def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
     with path.open("wb") as file:
-        torch.export.save(program, file)
+        torch.export.save(program, file, extra_files={"preparation": about})
 
 
-def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None:
+def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
     # It warns of operators of other packages.
     logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     program = torch.onnx.export(
@@ -173,6 +182,7 @@ def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor) -> None
         verbose=False,
     )
     assert program is not None
+    program.model.metadata_props["preparation"] = about
     program.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
 
 

@@ -130,14 +130,19 @@ def build(steps: list[dict[str, Any]]) -> nn.Sequential:
 
 
 def load(path: str) -> nn.Sequential:
-    """Load the net of a file of weights, whose recipe is in its header."""
+    """Load the net of a file of weights, whose recipe is in its header.
+
+    `net.preparation` says how data becomes its inputs: features, scaling, names of the classes.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        recipe = json.loads(file.metadata()["recipe"])
+        about = file.metadata()
+        recipe = json.loads(about["recipe"])
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if recipe["format"] != 1:
         raise ValueError(f"{path} has format {recipe['format']}; this file reads format 1.")
     net = build(recipe["steps"])
     net.load_state_dict(weights)
+    net.preparation = json.loads(about.get("preparation", "null"))
     return net

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from dg_lightning.files import write_text
 from dg_lightning.study.shared import SharedStudy
-from dg_lightning.study.tables import write_csv, write_text
+from dg_lightning.study.tables import write_csv
 
 if TYPE_CHECKING:
     from dg_lightning.study.search import Search

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import optuna
 
+from dg_lightning.files import write_text
 from dg_lightning.report import write_report
 from dg_lightning.study.epochs import epoch_rows, epochs_markdown
 from dg_lightning.study.queue import TrialQueue
 from dg_lightning.study.settings import PlannedTrial, Variant, planned_trials, seeds_of
 from dg_lightning.study.shared import storage_in
-from dg_lightning.study.tables import summarised, summary_markdown, write_csv, write_text
+from dg_lightning.study.tables import summarised, summary_markdown, write_csv
 from dg_lightning.study.training import log_of, run_folder, train_and_test
 
 __all__ = ["Study", "in_workers", "reason_of", "run_study"]

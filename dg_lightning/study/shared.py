@@ -1,5 +1,6 @@
 """An Optuna study that workers on one or many machines share, and that survives their deaths."""
 
+import random
 import threading
 import time
 import uuid
@@ -17,14 +18,14 @@ from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine, event
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
 __all__ = ["SharedStudy", "storage_in"]
 
 _HEARTBEAT = 10  # seconds from one sign of life to the next
 _GRACE = 60  # seconds without one, after which a trial is lost
 _SQLITE_WAIT = 60  # seconds that a worker waits for another one's transaction
-_TRIES = 5  # to record what a long training has given
+_TRIES = 5  # to open a database, and to record what a long training has given
 
 
 def storage_in(folder: Path) -> str:
@@ -56,16 +57,7 @@ class SharedStudy:
         if is_file:
             options["connect_args"] = {"timeout": _SQLITE_WAIT}
         with FileLock(folder / "create.lock"), _quiet():
-            try:
-                self.storage = RDBStorage(
-                    storage, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE
-                )
-            except (SQLAlchemyError, ImportError, StorageInternalError) as error:
-                raise ValueError(
-                    f"`storage` must be the URL of a database that can be reached, whose driver is "
-                    f"installed, as postgresql+psycopg://user@host/name, got {storage!r}: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
+            self.storage = _opened(storage, options)
             if is_file:
                 _one_writer_at_a_time(self.storage.engine)
             self.study = optuna.create_study(
@@ -211,6 +203,28 @@ class SharedStudy:
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in these states, in the order of their numbers."""
         return self.study.get_trials(deepcopy=False, states=states)
+
+
+def _opened(url: str, options: dict[str, Any]) -> RDBStorage:
+    """Open a database, and make its tables where there are none.
+
+    Workers on several machines may do so at once. All but one of them find that a table, a type or
+    a row has appeared meanwhile, and try again.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return RDBStorage(url, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE)
+        except (SQLAlchemyError, ImportError, StorageInternalError) as error:
+            cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+            if left and isinstance(cause, (IntegrityError, ProgrammingError)):
+                time.sleep(random.uniform(0.1, 1.0))
+                continue
+            raise ValueError(
+                f"`storage` must be the URL of a database that can be reached, whose driver is "
+                f"installed, as postgresql+psycopg://user@host/name, got {url!r}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def _one_writer_at_a_time(engine: Engine) -> None:

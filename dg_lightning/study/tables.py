@@ -2,16 +2,16 @@
 
 import csv
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dg_lightning.files import replacing
 from dg_lightning.study.published import published
 from dg_lightning.versions import versions
 
-__all__ = ["paired_difference", "summarised", "summary_markdown", "write_csv", "write_text"]
+__all__ = ["paired_difference", "summarised", "summary_markdown", "write_csv"]
 
 COLUMNS = (
     "dataset",
@@ -44,22 +44,16 @@ _NAMES = (*TEXTS, "seed")
 Row = Mapping[str, Any]
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows as CSV: the known columns first, then what else they have."""
     more = dict.fromkeys(key for row in rows for key in row if key not in columns)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with (
+        replacing(path) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, [*columns, *more], restval="")
         writer.writeheader()
         writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
-    temporary.replace(path)
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -71,8 +71,8 @@ def test_a_fit_ends_with_its_figures_and_the_way_on_and_quietly_with_nothing(
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
     main(["fit", *OPTIONS, "--trainer.logger=false", "--quiet"])
-    main(["report", "runs", "--quiet"])
-    page = (tmp_path / "runs" / "report.html").read_text()
+    main(["report", "--config", "digits/dynamicgate", "--quiet"])
+    page = (tmp_path / "runs" / "digits" / "dynamicgate" / "report.html").read_text()
     assert "Open: hard gates g" in page
     assert "Units over time" in page
 
@@ -80,7 +80,7 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["report", "nowhere"], "There is no folder 'nowhere': give one of a study or of a run."),
+        (["report", "nowhere"], "There is no folder 'nowhere': give one of a run or of a study."),
         (["report", "."], "'.' holds neither a study (results.csv with a column variant) nor"),
         (["report"], "folder"),
         (["wandb-workspace"], "entity"),
@@ -205,5 +205,5 @@ def test_a_logger_whose_package_is_missing_is_named(
     with pytest.raises(SystemExit) as ended:
         main(["fit", *OPTIONS, "--config", "logger/wandb"])
     assert ended.value.code == 2
-    expected = "dg-lightning: error: logger/wandb needs W&B: pip install 'dg-lightning[wandb]'.\n"
+    expected = "dg-lightning: error: logger/wandb needs W&B: pip install wandb wandb-workspaces.\n"
     assert capsys.readouterr().err == expected

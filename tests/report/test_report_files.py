@@ -131,7 +131,9 @@ def test_a_run_with_another_logger_has_its_course_too_and_a_test_spares_the_fits
     tmp_path: Path,
 ) -> None:
     main(["fit", *OPTIONS, "--config", "logger/tensorboard"])
-    page = write_report(tmp_path / "runs" / "tensorboard" / "version_0").read_text()
+    page = write_report(
+        tmp_path / "runs" / "digits" / "dynamicgate_input" / "version_0"
+    ).read_text()
     for part in ("validation accuracy", "Loss", "Made with dg-lightning"):
         assert part in page
     main(["fit", *OPTIONS, "--trainer.logger=false", "--trainer.default_root_dir=alone"])

@@ -1,0 +1,195 @@
+"""Decoding of cells: from an AnnData to tables of inputs, labels and parts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+
+from ._cell_preparation import CellPreparation, fingerprints
+from ._cells import (
+    column_of,
+    leiden_clusters,
+    log_normalized,
+    read_cells,
+    values_of,
+    variable_genes,
+    without_rare,
+)
+from ._part import grouped_split, stratified_split
+from ._tables import Save
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["CellDecoder"]
+
+_PARTS = ("train", "val", "test")
+Names = NDArray[Any]  # of str, None where there is none
+Rows = dict[str, NDArray[np.int64]]
+
+
+class CellDecoder:
+    """Makes tables of cells, with a preparation that is fitted or given.
+
+    Args:
+        settings: The DataModule, for its arguments.
+        cells: Cells in memory; read from its path if None.
+        preparation: That of a checkpoint; fitted to the cells if None.
+    """
+
+    def __init__(
+        self, settings: Any, cells: "AnnData | None", preparation: CellPreparation | None
+    ) -> None:
+        self.settings = settings
+        self.preparation = preparation
+        self.layer = settings.layer
+        self.cells = read_cells(settings.path) if cells is None else cells
+        if self.layer == "raw" and "raw" not in self.cells.layers:
+            if self.cells.raw is None:
+                raise ValueError("The data has no `.raw`: leave `layer` out, or name another.")
+            raw, self.layer = self.cells.raw.to_adata(), None
+            raw.obs = self.cells.obs
+            self.cells = raw
+
+    def decode(self, save: Save) -> None:
+        """Save all tables and facts."""
+        values = values_of(self.cells, self.layer, self.settings.values)
+        fit = self._fit if self.preparation is None else self._follow
+        facts, matrix, labels, rows = fit(values)
+        for name, array in (
+            ("values", matrix.data),
+            ("columns", matrix.indices),
+            ("starts", matrix.indptr.astype(np.int64)),
+            ("labels", labels),
+            ("fingerprints", facts.pop("fingerprints")),
+            *((part, of) for part, of in rows.items() if len(of)),
+        ):
+            save(name, [array])
+        save.facts(cells=self.cells.obs_names.tolist(), **facts)
+
+    def _fit(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
+        """Choose genes, classes and parts by these cells."""
+        s = self.settings
+        is_log = s.values == "log"
+        normal = values if is_log else log_normalized(self.cells.obs_names, values)
+        names = self._labels(normal)
+        names = without_rare(names, "merge" if s.leiden else s.rare, s.smallest_cluster)
+        labelled = np.flatnonzero(names != np.array(None))
+        if not len(labelled):
+            raise ValueError(f"No class has {s.smallest_cluster} cells: lower `smallest_cluster`.")
+        class_names, of_labelled = np.unique(names[labelled].astype(str), return_inverse=True)
+        labels = np.full(len(names), -1)
+        labels[labelled] = of_labelled
+        rows = self._split(labels, labelled, class_names.tolist())
+        if s.fit_on == "paper" or is_log:
+            chosen = normal if s.fit_on == "paper" else normal[rows["train"]]
+            flavor = "seurat" if is_log else "seurat_v3"
+            genes = variable_genes(chosen, s.genes, 3 if is_log else 0, flavor)
+        else:
+            genes = variable_genes(values[rows["train"]], s.genes, least_cells=3)
+        every = self.cells.var_names
+        expressed = np.flatnonzero(values.getnnz(0))
+        fitted = CellPreparation(
+            every[genes].tolist(),
+            [] if is_log else every[expressed].tolist(),
+            class_names.tolist(),
+        )
+        matrix, counted = fitted.align(self.cells, values)
+        scaled_by = matrix[labelled if s.fit_on == "paper" else rows["train"]].toarray()
+        deviation = scaled_by.std(0, ddof=1)
+        facts = {
+            "class_names": list(fitted.class_names),
+            "input_genes": list(fitted.input_genes),
+            "total_genes": list(fitted.total_genes),
+            "mean": scaled_by.mean(0).tolist(),
+            "std": np.where(deviation > 0, deviation, 1).tolist(),  # a constant gene becomes 0
+            "labels": names.tolist(),
+            "fingerprints": fingerprints(self.cells.obs_names, counted),
+        }
+        return facts, matrix, labels, rows
+
+    def _follow(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
+        """Align the cells with a checkpoint; its parts are known by their cells."""
+        fitted = self.preparation
+        assert fitted is not None
+        fitted.check_genes(self.cells.var_names)
+        matrix, counted = fitted.align(self.cells, values)
+        names, unlabelled = self._known_labels(values)
+        place = {name: index for index, name in enumerate(fitted.class_names)}
+        if (self.settings.rare == "merge" or self.settings.leiden) and "rare" in place:
+            names[[name is not None and name not in place for name in names]] = "rare"
+        labels = np.array([place.get(name, -1) for name in names])
+        strange = {str(name) for name in names if name is not None and name not in place}
+        if strange:
+            some = ", ".join(sorted(strange)[:10])
+            rank_zero_warn(
+                f"The data has labels that the net does not know ({some}): cells with them are "
+                "predicted, and not part of a test."
+            )
+            unlabelled = f"its labels ({some}) are none of {', '.join(fitted.class_names)}."
+        prints = fingerprints(self.cells.obs_names, counted)
+        seen = {part: np.isin(prints, fitted.seen.get(part, ())) for part in _PARTS}
+        rows = {part: np.flatnonzero(seen[part] & (labels >= 0)) for part in ("train", "val")}
+        rows["test"] = np.flatnonzero(~seen["train"] & ~seen["val"] & (labels >= 0))
+        if (labels >= 0).any():
+            unlabelled = "all labelled cells are of the part that the net was trained on."
+        facts = {
+            "class_names": list(fitted.class_names),
+            "input_genes": list(fitted.input_genes),
+            "labels": names.tolist(),
+            "unlabelled": unlabelled,
+            "fingerprints": prints,
+        }
+        return facts, matrix, labels, rows
+
+    def _known_labels(self, values: Any) -> tuple[Names, str]:
+        """Return the labels where there are some, and else why there are none."""
+        s = self.settings
+        none = np.full(self.cells.n_obs, None, dtype=object)
+        if s.label_column is None and not s.leiden:
+            return none, f"name the column of labels with `label_column`; {self._columns()}."
+        try:
+            is_log = s.values == "log"
+            normal = values if is_log else log_normalized(self.cells.obs_names, values)
+            return self._labels(normal), ""
+        except (ValueError, OSError) as error:
+            return none, f"{error}"
+
+    def _labels(self, normal: Any) -> Names:
+        s = self.settings
+        if s.label_column is not None:
+            return column_of(self.cells, s.label_column, s.label_file)
+        if not s.leiden:
+            raise ValueError(
+                f"Name the column of labels with `label_column`; {self._columns()}. "
+                "`leiden: true` takes Leiden clusters instead, which are no independent truth."
+            )
+        # As the paper: a rule that is meant for counts, on log-normalised values of all cells.
+        return leiden_clusters(normal, variable_genes(normal, min(2000, normal.shape[1])))
+
+    def _columns(self) -> str:
+        return f"obs has {', '.join(map(str, self.cells.obs.columns)) or 'no column'}"
+
+    def _split(
+        self, labels: NDArray[np.int64], labelled: NDArray[np.int64], class_names: Sequence[str]
+    ) -> Rows:
+        """Return the rows of each part, among the labelled cells."""
+        s = self.settings
+        if s.split_by is None:
+            of = torch.from_numpy(labels)
+            rest, test = stratified_split(labelled, of, 0.2, s.split_seed, class_names)
+            train, val = stratified_split(rest, of, 0.125, s.split_seed, class_names)
+            return dict(zip(_PARTS, (train, val, test), strict=True))
+        if s.split_by not in self.cells.obs.columns:
+            raise ValueError(
+                f"`split_by` must be a column of the data, got {s.split_by!r}; {self._columns()}."
+            )
+        groups = self.cells.obs[s.split_by].astype(str).to_numpy(dtype=object)
+        if set(groups[labelled]) == set(_PARTS):
+            return {part: labelled[groups[labelled] == part] for part in _PARTS}
+        rest, test = grouped_split(labelled, labels, groups, 0.2, s.split_seed)
+        train, val = grouped_split(rest, labels, groups, 0.125, s.split_seed)
+        return dict(zip(_PARTS, (train, val, test), strict=True))

@@ -1,0 +1,74 @@
+"""How samples are prepared, which is part of a checkpoint."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from ._part import Part
+
+__all__ = ["PreparedData"]
+
+
+class PreparedData(pl.LightningDataModule):
+    """A DataModule whose checkpoint holds the classes, the shape and the scaling of its inputs."""
+
+    _parts: dict[str, Part]
+
+    @property
+    @abstractmethod
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their labels."""
+
+    @property
+    @abstractmethod
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+
+    @abstractmethod
+    def part_to_predict(self) -> Part:
+        """Return the samples of `predict`, in the order of the dataset."""
+
+    def preparation(self) -> dict[str, Any]:
+        """Return how samples become inputs, and what the classes are, as plain values."""
+        scaling: dict[str, Any] = getattr(self.part_to_predict().prepare, "plain", dict)()
+        names, shape = list(self.class_names), list(self.input_shape)
+        return {"class_names": names, "input_shape": shape, **scaling}
+
+    def use_preparation(self, preparation: Mapping[str, Any]) -> None:
+        """Prepare samples as a checkpoint was trained with, or refuse if that cannot be done.
+
+        Args:
+            preparation: That of a trained model (`GatedClassifier.preparation`) or of another
+                DataModule.
+        """
+        for name in ("class_names", "input_shape"):
+            trained, here = list(preparation.get(name) or ()), list(getattr(self, name))
+            if trained and trained != here:
+                raise ValueError(
+                    f"The checkpoint was trained with {name} {_shortened(trained)}, "
+                    f"{type(self).__name__} has {_shortened(here)}: give the data of its training."
+                )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"preparation": self.preparation()} if self._parts else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.use_preparation(state_dict["preparation"])
+
+    def describe_samples(self) -> dict[str, Sequence[Any]]:
+        """Return columns of `predictions.csv`, for the samples of `predict` in their order.
+
+        The first one tells samples apart; `true_label` is empty where it is not known.
+        """
+        part = self.part_to_predict()
+        names = [self.class_names[label] for label in part.labels.tolist()]
+        return {"index": range(len(part)), "true_label": names, "part": ["test"] * len(part)}
+
+
+def _shortened(values: list[Any]) -> str:
+    return f"[{', '.join(map(str, values[:6]))}{', ...' * (len(values) > 6)}]"

@@ -1,0 +1,73 @@
+"""Options of one callback by its class name: `--trainer.callbacks.BudgetController.budget=0.3`."""
+
+import inspect
+import json
+import re
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from dg_lightning.cli.refusal import refusal
+from dg_lightning.spec import import_class
+
+__all__ = ["with_named_callbacks"]
+
+_NAMED = re.compile(r"--trainer\.callbacks\.([A-Z]\w*)\.(?:init_args\.)?([\w.]+)(?:=(.*))?", re.S)
+_PRINTS = re.compile(r"--print_config|-h$|--help")
+
+
+def with_named_callbacks(args: list[str], parser: ArgumentParser) -> list[str]:
+    """Replace options that name a callback's class by the whole list of callbacks.
+
+    Args:
+        args: The command line.
+        parser: Reads the other options, for the callbacks that there are.
+    """
+    options, others = [], []
+    waiting = list(args)
+    while waiting:
+        argument = waiting.pop(0)
+        if (match := _NAMED.fullmatch(argument)) is None:
+            others.append(argument)
+            continue
+        name, key, value = match.groups()
+        if value is None and not waiting:
+            raise refusal(f"{argument} needs a value.")
+        options.append((name, key, waiting.pop(0) if value is None else value))
+    if not options:
+        return args
+    found = parser.parse_args([word for word in others if not _PRINTS.match(word)])
+    settings = json.loads(parser.dump(found, format="json"))[found.subcommand]
+    callbacks = settings["trainer"].get("callbacks") or []
+    for name, key, value in options:
+        _set(_called(name, callbacks), key, yaml.safe_load(value))
+    return [*others, f"--trainer.callbacks={json.dumps(callbacks)}"]
+
+
+def _called(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the one callback of that class."""
+    names = [callback["class_path"].rpartition(".")[2] for callback in callbacks]
+    if names.count(name) == 1:
+        return callbacks[names.index(name)]
+    there = ", ".join(names) or "none"
+    if name in names:
+        raise refusal(f"There are {names.count(name)} callbacks {name} ({there}): use a config.")
+    raise refusal(
+        f"There is no callback {name} ({there}): add it with --trainer.callbacks+={name}."
+    )
+
+
+def _set(callback: dict[str, Any], key: str, value: Any) -> None:
+    """Set an argument, or a part of one that is a dict."""
+    cls = import_class(callback["class_path"], object)
+    known = [name for name in inspect.signature(cls).parameters if name != "self"]
+    target = callback.setdefault("init_args", {})
+    *path, last = key.split(".")
+    if (name := (*path, last)[0]) not in known:
+        raise refusal(f"{cls.__name__} has no argument {name!r}; it has {', '.join(known)}.")
+    for part in path:
+        if not isinstance(target.get(part), dict):
+            target[part] = {}
+        target = target[part]
+    target[last] = value

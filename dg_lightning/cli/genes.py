@@ -1,0 +1,118 @@
+"""The command `genes`: which genes a net of cells has kept, and what they say of each cell type."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from dg_lightning import GatedMLP
+from dg_lightning.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.runs import newest_run
+from dg_lightning.cli.trained import data_of, net_of
+from dg_lightning.files import replacing
+
+__all__ = ["run_genes"]
+
+_SHOWN = 6  # genes of each type that the terminal shows
+
+
+def run_genes(args: list[str]) -> None:
+    """Run the command with the arguments behind its name."""
+    parser = OneLineErrorParser(
+        prog="dg-lightning genes",
+        description="Write the genes that a net of cells has kept, with their weight by cell type: "
+        "by how much the type's logit, less the mean of all, rises with the gene's log-normalised "
+        "value, on average over the training cells of that type.",
+    )
+    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
+    parser.add_argument(
+        "--config",
+        type=str,
+        action="append",
+        help="Instead of a folder: a config, by name or path, whose newest run is taken.",
+    )
+    parser.add_argument("--output", type=str, help="The file; genes.csv in the run if None.")
+    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    given = parser.parse_args(args)
+    if (given.run is None) == (given.config is None):
+        raise refusal("Give either a run, or --config for the newest run of a config.")
+    path = _checkpoint(Path(given.run)) if given.config is None else Path(newest_run(given.config))
+    preparation = preparation_in(read_checkpoint(path))
+    if preparation is None or preparation.get("kind") != "cells":
+        raise refusal(f"{path} was not trained on cells: give a run of PBMC3kDataModule.")
+    net = net_of(str(path))
+    data: Any = data_of(str(path), given.data_root, needed_by="genes")
+    names, types = preparation["input_genes"], preparation["class_names"]
+    kept, weights = gene_weights(net, list(data.train_dataloader()), len(types))
+    if preparation["std"] is not None:
+        weights = weights / torch.tensor(preparation["std"])
+    output = Path(given.output) if given.output else path.parents[1] / "genes.csv"
+    rows = [
+        (names[gene], cell_type, f"{weights[index, gene]:.6g}")
+        for gene in kept.nonzero().flatten().tolist()
+        for index, cell_type in enumerate(types)
+    ]
+    with (
+        replacing(output) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
+        csv.writer(file).writerows([("gene", "cell_type", "weight"), *rows])
+    rich.print(_table(names, types, kept, weights))
+    print(f"{int(kept.sum()):,} of {len(names):,} genes are kept; their weights are in {output}.")
+
+
+def _checkpoint(run: Path) -> Path:
+    """Return the checkpoint of a run's folder, or the one that was given."""
+    if run.is_file():
+        return run
+    found = sorted(run.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise refusal(f"There is no checkpoint in {run}: give the folder of a run.")
+    return found[-1]
+
+
+def gene_weights(
+    net: GatedMLP, batches: list[tuple[Tensor, Tensor]], classes: int
+) -> tuple[Tensor, Tensor]:
+    """Return which inputs are kept, bool (inputs,), and the weight of each for each class.
+
+    Args:
+        net: The net, in evaluation.
+        batches: Inputs and labels.
+        classes: How many classes there are.
+    """
+    total = torch.zeros(classes, net.in_features)
+    cells = torch.zeros(classes)
+    opened = torch.zeros(net.in_features, dtype=torch.bool)
+    for x, target in batches:
+        x = x.flatten(1).requires_grad_()
+        logits = net(x)
+        contrast = logits.gather(1, target[:, None])[:, 0] - logits.mean(1)
+        (gradient,) = torch.autograd.grad(contrast.sum(), x)
+        total.index_add_(0, target, gradient)
+        cells += torch.bincount(target, minlength=classes)
+        gate = net.input_gate
+        if gate is None or gate.gate is None:
+            opened |= True
+        else:
+            is_open = (gate.gate != 0).reshape(-1, gate.units // gate.block_size).any(0)
+            opened |= is_open.repeat_interleave(gate.block_size)
+    return opened & (total != 0).any(0), total / cells.clamp(min=1)[:, None]
+
+
+def _table(names: list[str], types: list[str], kept: Tensor, weights: Tensor) -> Table:
+    """Return the genes that speak most for each type."""
+    table = Table(box=box.SIMPLE, show_header=True)
+    table.add_column("cell type", no_wrap=True)
+    table.add_column("genes that speak for it most")
+    for index, cell_type in enumerate(types):
+        values = torch.where(kept, weights[index], -torch.inf)
+        first = values.topk(min(_SHOWN, int(kept.sum()))).indices.tolist()
+        table.add_row(cell_type, ", ".join(names[gene] for gene in first if values[gene] > 0))
+    return table

@@ -1,0 +1,106 @@
+"""Where runs lie, and which checkpoint a command uses: the newest one of its config."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dg_lightning.cli.configs import config_name, config_path
+from dg_lightning.cli.refusal import refusal
+
+__all__ = ["RUN_FILE", "csv_logger", "newest_checkpoint", "newest_run", "with_run_folder"]
+
+RUN_FILE = "run.json"  # which configs a run was started with
+_CSV = "lightning.pytorch.loggers.CSVLogger"
+
+
+def csv_logger(root: str | None) -> dict[str, Any]:
+    """Return the logger whose folder is the run's: `<root>/version_<n>`."""
+    return {"class_path": _CSV, "init_args": {"save_dir": root or ".", "name": ""}}
+
+
+def with_run_folder(trainer: Mapping[str, Any]) -> list[Any] | None:
+    """Return the loggers with a CSV logger first, whose folder is the run's; None if it is.
+
+    Other loggers have rules of their own for where a run lies.
+    """
+    loggers = _loggers(trainer)
+    if loggers is None or _is_csv(loggers[0]):
+        return None
+    csv = [logger for logger in loggers if _is_csv(logger)]
+    others = [logger for logger in loggers if not _is_csv(logger)]
+    return [*(csv or [csv_logger(trainer.get("default_root_dir"))]), *others]
+
+
+def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:
+    """Return the last checkpoint that a `fit` of this config has written.
+
+    Args:
+        trainer: The settings of the Trainer, as plain values.
+        configs: The config files; runs that began with another one are passed by.
+    """
+    places = _places(trainer)
+    wanted = [config_name(config) for config in configs][:1]
+    found = [path for place in places for path in place.rglob("*.ckpt")]
+    found = [path for path in found if _configs_of(path) in (None, wanted)]
+    if not found:
+        raise refusal(
+            f"There is no checkpoint under {' or '.join(map(str, places))}: "
+            "run `dg-lightning fit` first, or name one with --ckpt_path."
+        )
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    last = newest.with_name("last.ckpt")  # the rule of the shipped configs, beside any other file
+    return str(last if last.is_file() else newest)
+
+
+def newest_run(configs: Sequence[str]) -> str:
+    """Return the newest checkpoint of configs that are given by name or path, and print it."""
+    trainer: dict[str, Any] = {}
+    for config in configs:
+        path = config_path(config)
+        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        if isinstance(content, dict):
+            trainer |= content.get("trainer") or {}
+    found = newest_checkpoint(trainer, [config_path(config) for config in configs])
+    print(f"Using the newest checkpoint, {found}")
+    return found
+
+
+def _configs_of(checkpoint: Path) -> list[str] | None:
+    """Return the config that a checkpoint's run began with; None where it is not known."""
+    record = checkpoint.parent.parent / RUN_FILE
+    try:
+        content = json.loads(record.read_text("utf-8"))
+        return list(content["configs"][:1])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _loggers(trainer: Mapping[str, Any]) -> list[Any] | None:
+    """Return the loggers that are named; None where Lightning's own rule holds."""
+    loggers = trainer.get("logger")
+    found = loggers if isinstance(loggers, list) else [loggers]
+    return found if found and all(isinstance(logger, dict) for logger in found) else None
+
+
+def _is_csv(logger: Any) -> bool:
+    return str(logger.get("class_path", "")).rpartition(".")[2] == "CSVLogger"
+
+
+def _places(trainer: Mapping[str, Any]) -> list[Path]:
+    """List the folders that a run of these settings saves checkpoints under."""
+    root = trainer.get("default_root_dir") or "."
+    callbacks = trainer.get("callbacks") or []
+    of_callbacks = [(c.get("init_args") or {}).get("dirpath") for c in callbacks]
+    if chosen := [Path(folder) for folder in of_callbacks if folder]:
+        return chosen
+    if trainer.get("logger") is False:
+        return [Path(root, "checkpoints")]
+    loggers = with_run_folder(trainer) or _loggers(trainer)
+    if loggers is None:
+        return [Path(root, "lightning_logs")]
+    options = loggers[0].get("init_args") or {}
+    name = options.get("name")
+    return [Path(options.get("save_dir") or root, "lightning_logs" if name is None else name)]

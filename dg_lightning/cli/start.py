@@ -1,0 +1,116 @@
+"""The entry point: answers what needs no torch at once, and hands everything else on."""
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import dg_lightning
+from dg_lightning.cli.configs import config_path, config_summary, options_named, shipped_configs
+from dg_lightning.cli.refusal import refusal
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "fit": "Train a model.",
+    "validate": "Evaluate a checkpoint on the validation part.",
+    "test": "Evaluate a checkpoint on the test part.",
+    "predict": "Write the predictions of a checkpoint to predictions.csv.",
+    "plan": "Draw the schedules of a config without training.",
+    "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
+    "search": "Search settings that are accurate and cheap, by validation alone.",
+    "report": "Write the HTML report of a run or of a study.",
+    "genes": "Write the genes that a net of cells has kept, with their weight by cell type.",
+    "export": "Write a trained net as a small file that runs without dg-lightning.",
+    "bench": "Measure how fast a net really is on this machine.",
+    "wandb-workspace": "Save a W&B workspace of open rates, heat maps and MACs.",
+    "configs": "List the configs that ship.",
+}
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the program with the given arguments, or with those of the command line."""
+    given = list(sys.argv[1:] if args is None else args)
+    try:
+        if _answer(given):
+            return
+        # Not at the top: imports torch, which takes seconds.
+        from dg_lightning.cli.program import run
+
+        run(given)
+    except KeyboardInterrupt:  # Lightning ends a training well by itself
+        sys.stderr.write("dg-lightning: interrupted.\n")
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _answer(given: list[str]) -> bool:
+    """Answer what needs no torch; return whether that was all."""
+    words = [word for word in given if word != "--quiet"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return True
+    command, *rest = words
+    if command == "--version":
+        print(f"dg-lightning {dg_lightning.__version__}")
+        return True
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
+        raise refusal(f"There is no command {command!r}; {hint}")
+    if "-h" in rest or "--help" in rest:
+        return False
+    if command == "configs":
+        _list_configs(rest)
+        return True
+    _check_files(command, rest)
+    return False
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {does}" for name, does in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: dg-lightning COMMAND [options]",
+            "",
+            "Train and use networks that decide which of their units to run.",
+            "",
+            *lines,
+            "",
+            "`dg-lightning COMMAND --help` lists the options of a command. With --quiet, a command",
+            "prints warnings and errors only. `dg-lightning --version` prints the version.",
+        ]
+    )
+
+
+def _list_configs(rest: list[str]) -> None:
+    """Print the shipped configs, or those whose name begins with a word."""
+    if len(rest) > 1:
+        raise refusal(f"`configs` takes one name at most, got {' '.join(rest)}.")
+    shipped = shipped_configs()
+    found = [name for name in shipped if not rest or name.startswith(rest[0])]
+    if not found:
+        groups = dict.fromkeys(name.partition("/")[0] for name in shipped)
+        raise refusal(f"No config begins with {rest[0]!r}; there are {', '.join(groups)}.")
+    width = max(map(len, found))
+    for name in found:
+        print(f"{name:<{width}}  {config_summary(name)}")
+
+
+def _check_files(command: str, rest: list[str]) -> None:
+    """Refuse files that are not there before torch is imported."""
+    for name in options_named(rest, "--config", "-c"):
+        config_path(name)
+    for path in options_named(rest, "--ckpt_path"):
+        is_elsewhere = "://" in path or path.startswith("registry")
+        if path not in ("last", "null") and not is_elsewhere and not Path(path).exists():
+            raise refusal(
+                f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
+            )
+    for path in options_named(rest, "--data.path", "--data.init_args.path"):
+        if path != "null" and not Path(path).exists():
+            raise refusal(f"There is no file {path!r}: give another with --data.path.")
+    folders = [word for word in rest[:1] if not word.startswith("-")]
+    if command in ("report", "genes") and folders and not Path(folders[0]).exists():
+        raise refusal(f"There is no folder {folders[0]!r}: give one of a run or of a study.")
