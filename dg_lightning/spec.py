@@ -18,6 +18,7 @@ __all__ = [
     "OptimizerSpec",
     "SchedulerSpec",
     "build",
+    "check_classes",
     "check_trusted",
     "import_class",
     "modules_named",
@@ -129,6 +130,35 @@ def modules_named(values: Any) -> set[str]:
     return set().union(*map(modules_named, values)) if isinstance(values, (list, tuple)) else set()
 
 
+def check_classes(values: Any) -> None:
+    """Refuse plain values whose class paths name anything but a class.
+
+    The parser of the command line would call a function, such as `os.system`, to see what it
+    returns. One that says by its annotation that it returns an object of a class may be named.
+
+    >>> check_classes({"net": {"class_path": "os.system"}})
+    Traceback (most recent call last):
+    ...
+    ValueError: 'os.system' must be a class, and is not: give a path as package.module.Class.
+    """
+    if isinstance(values, Mapping):
+        class_path = values.get("class_path")
+        if isinstance(class_path, str) and "." in class_path:
+            module, _, name = class_path.rpartition(".")
+            found = getattr(importlib.import_module(module), name, None)
+            returned = getattr(found, "__annotations__", {}).get("return")
+            if not isinstance(found, type) and not isinstance(returned, type):
+                raise ValueError(
+                    f"{class_path!r} must be a class, and is not: give a path as "
+                    "package.module.Class."
+                )
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return
+    for value in values:
+        check_classes(value)
+
+
 def import_class(class_path: str, kind: type[T]) -> type[T]:
     """Return the class of a dotted path, which must be a subclass of `kind`.
 
@@ -188,7 +218,7 @@ def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any
         arguments[key] = build(value, f"{role}.{key}", nn.Module) if nested else value
     try:
         return cls(*args, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not cls.__module__.startswith("torch."):
             raise
         raise ValueError(f"`{role}`: {cls.__name__} says: {error}") from error

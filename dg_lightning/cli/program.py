@@ -30,7 +30,7 @@ from dg_lightning.cli.quiet import quietly
 from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
 from dg_lightning.cli.views import VIEWS, show
 from dg_lightning.files import WholeFileCheckpointIO
-from dg_lightning.spec import import_class, modules_named, trust
+from dg_lightning.spec import check_classes, import_class, modules_named, trust
 from dg_lightning.step_hooks import leave_out_empty_hooks
 
 __all__ = ["GateCLI", "run", "run_command"]
@@ -144,6 +144,7 @@ class GateCLI(LightningCLI):
         assert isinstance(args, list)
         resolved = with_named_callbacks(with_config_paths(args), parser)
         self.config = parser.parse_args(resolved)
+        check_classes(self._plain())
         if _is_gated_classifier(self._settings):
             loggers = with_run_folder(self._plain()["trainer"])
             if loggers is not None:

@@ -1,6 +1,7 @@
 """Export: a compact net as a file that runs without dg_lightning, checked after it was written."""
 
 import copy
+import io
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -165,8 +166,9 @@ def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, 
 def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
-    with path.open("wb") as file:
-        torch.export.save(program, file, extra_files={"preparation": about})
+    content = io.BytesIO()  # torch would end the process where a file cannot be written
+    torch.export.save(program, content, extra_files={"preparation": about})
+    path.write_bytes(content.getvalue())
 
 
 def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:

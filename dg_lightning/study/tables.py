@@ -34,11 +34,12 @@ COLUMNS = (
     "hardness_correlation",
     "train_seconds",
     "epochs",
+    "training",
     "device",
     "status",
     "reason",
 )
-TEXTS = ("dataset", "variant", "device", "status", "reason")
+TEXTS = ("dataset", "variant", "training", "device", "status", "reason")
 _NAMES = (*TEXTS, "seed")
 
 Row = Mapping[str, Any]
@@ -108,6 +109,7 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     parts = [
         f"# {dataset}",
         *([notes.strip()] if notes else []),
+        *([trained] if (trained := how_trained(rows)) else []),
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
         "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
         "is used once a run, for what the config's own checkpoint rule has kept.",
@@ -143,6 +145,22 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     devices = sorted({str(row["device"]) for row in rows if row.get("device")})
     parts.append(f"Made with {libraries()}, on {' and '.join(devices) or 'nothing yet'}.")
     return "\n\n".join(parts) + "\n"
+
+
+def how_trained(rows: Sequence[Row]) -> str:
+    """Say how the variants were trained, by what ran.
+
+    >>> rows = [{"variant": v, "training": "3 epochs, SGD 0.1"} for v in ("baseline", "rigl")]
+    >>> how_trained(rows)
+    'All were trained alike: 3 epochs, SGD 0.1.'
+    """
+    variants: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("training"):
+            variants.setdefault(row["training"], {})[f"`{row['variant']}`"] = None
+    if len(variants) == 1:
+        return f"All were trained alike: {next(iter(variants))}."
+    return " ".join(f"{', '.join(names)}: {training}." for training, names in variants.items())
 
 
 def libraries() -> str:

@@ -137,6 +137,7 @@ def _row(
         "best_val_accuracy": max(watch.accuracies, default=None),
         "train_seconds": watch.seconds,
         "epochs": cli.trainer.current_epoch,
+        "training": _training(cli),
         "params": sum(p.numel() for p in cli.model.parameters()),
         "device": cli.trainer.strategy.root_device.type,
     }
@@ -158,3 +159,22 @@ def _row(
         "hardness_correlation": logged.get("gates/hardness_correlation"),
         **{"_".join(key.split("/")[:2]): value for key, value in routing.items()},
     }
+
+
+def _training(cli: Any) -> str:
+    """Say how long and with what a trial was trained, by what ran."""
+    epochs = cli.trainer.current_epoch
+    parts = [f"{epochs} epoch{'s' * (epochs != 1)}"]
+    if size := getattr(cli.datamodule, "batch_size", None):
+        parts.append(f"batches of {size}")
+    for optimizer in cli.trainer.optimizers:
+        group = optimizer.param_groups[0]
+        rate, decay = group.get("initial_lr", group["lr"]), group.get("weight_decay", 0)
+        parts.append(
+            f"{type(optimizer).__name__} {rate:g}" + f", weight decay {decay:g}" * bool(decay)
+        )
+    schedulers = [type(config.scheduler).__name__ for config in cli.trainer.lr_scheduler_configs]
+    parts += [name.removesuffix("LR") for name in schedulers]
+    if smoothing := getattr(cli.model, "label_smoothing", 0):
+        parts.append(f"label smoothing {smoothing:g}")
+    return ", ".join(parts)

@@ -3,11 +3,11 @@ from typing import Any
 
 import anndata
 import numpy as np
-import pandas as pd
 import pytest
 import scanpy
 import torch
 from scipy.sparse import csr_matrix
+from small_cells import cells, made
 from small_roots import CELLS_A_TYPE, GENES, TYPES, cell_counts, pbmc3k
 
 from dg_lightning.datamodules import PBMC3kDataModule
@@ -18,20 +18,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cells")
     pbmc3k(root / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19")
     return root
-
-
-def cells() -> anndata.AnnData:
-    counts = csr_matrix(cell_counts().astype(np.float32))
-    names = [f"CELL{i:04d}-1" for i in range(counts.shape[0])]
-    kinds = [TYPES[i // CELLS_A_TYPE] for i in range(counts.shape[0])]
-    obs = pd.DataFrame({"kind": kinds, "depth": counts.sum(1).A1}, index=names)
-    return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"GENE{i}" for i in range(GENES)]))
-
-
-def made(data: PBMC3kDataModule) -> PBMC3kDataModule:
-    data.prepare_data()
-    data.setup("fit")
-    return data
 
 
 def labelled(root: Path, **settings: Any) -> PBMC3kDataModule:

@@ -1,0 +1,82 @@
+"""What the program says of a training that has failed, or of a net that was never trained."""
+
+from pathlib import Path
+
+import pytest
+
+from dg_lightning.cli import main
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+SMALL = ["--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"]
+THEIRS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import LightningDataModule, LightningModule
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4)
+    val_dataloader = test_dataloader = train_dataloader
+
+class Model(LightningModule):
+    def __init__(self, width: int = 3, rate: float = 0.1, lost: bool = False):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(4, width)
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        return loss * float("nan") if self.hparams.lost else loss
+    def test_step(self, batch, batch_idx):
+        self.log("width", float(self.net.out_features))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+"""
+
+
+def test_a_training_that_is_not_finite_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--config=digits/baseline", "--model.optimizer=SGD", "--trainer.max_epochs=2"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *options, "--model.optimizer.lr=1e30", *SMALL])
+    assert stopped.value.code == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dg-lightning: err")]
+    assert "The training has failed: " in line
+    assert "not finite; lower the learning rate" in line
+
+
+def test_somebody_elses_module_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.py").write_text(THEIRS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["--model=theirs.Model", "--data=theirs.Data", "--trainer.max_epochs=1", *SMALL]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *options, "--model.lost=true"])
+    assert stopped.value.code == 1
+    main(["fit", *options, "--model.width=5"])
+    # Without a checkpoint a line says so; with one, its plain hyper-parameters are taken.
+    with pytest.warns(UserWarning, match="no --ckpt_path: `test` uses the weights that the model"):
+        main(["test", *options])
+    (path,) = list(Path("lightning_logs/version_1").rglob("*.ckpt"))
+    capsys.readouterr()
+    main(["test", *options, f"--ckpt_path={path}"])
+    assert "5.0" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_its_parts_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    options = ["--config=digits/baseline", "--trainer.max_epochs=1", *SMALL]
+    main(["fit", *options, "--trainer.limit_train_batches=2"])
+    good = torch.load(next(Path("runs").rglob("last.ckpt")), weights_only=True)
+    for key in ("state_dict", "optimizer_states", "loops", "epoch", "callbacks", "lr_schedulers"):
+        torch.save({k: v for k, v in good.items() if k != key}, "less.ckpt")
+        capsys.readouterr()
+        status = 0
+        try:
+            main(["fit", *options, "--ckpt_path=less.ckpt", "--trainer.max_epochs=2"])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        err = capsys.readouterr().err.splitlines()
+        said = [line for line in err if line.startswith("dg-lightning: error: ")]
+        assert (status, len(said)) in ((0, 0), (2, 1)), key

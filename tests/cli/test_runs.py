@@ -1,0 +1,119 @@
+"""One folder rule for all loggers, and the newest run of a config."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dg_lightning.cli import main
+from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+SMALL = [
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=2",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.accelerator=cpu",
+]
+LOGGERS = {
+    "csv": [],
+    "tensorboard": ["--config=logger/tensorboard"],
+    "wandb": ["--config=logger/wandb"],
+    "two": ["--config=two.yaml"],
+    "none": ["--trainer.logger=false"],
+    "lightning's": ["--trainer.logger=true"],
+}
+TWO = """
+trainer:
+  logger:
+    - {class_path: lightning.pytorch.loggers.TensorBoardLogger, init_args: {save_dir: boards}}
+    - {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: mine, name: x}}
+"""
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_every_command_uses_the_newest_run_of_its_config(
+    logger: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if logger == "wandb":
+        pytest.importorskip("wandb")
+    Path("two.yaml").write_text(TWO)
+    options = [*SMALL, *LOGGERS[logger]]
+    main(["fit", "--config=digits/dynamicgate", "--model.net.hidden=[7]", *options])
+    main(["fit", "--config=digits/baseline", "--model.net.hidden=[9]", *options])
+    for config, width in (("digits/dynamicgate", 7), ("digits/baseline", 9)):
+        used = []
+        for command in ("validate", "test", "predict"):
+            caplog.clear()
+            main([command, f"--config={config}", *options])
+            (line,) = [m for m in caplog.messages if m.startswith("Using the newest checkpoint, ")]
+            used.append(line)
+        capsys.readouterr()
+        names = [f"--config={config}", *(o for o in LOGGERS[logger] if o.startswith("--config"))]
+        if not LOGGERS[logger] or LOGGERS[logger][0].startswith("--config"):
+            main(["export", *names, f"--output={width}", "--batch_sizes=[1]"])
+            main(["report", *names, f"--output={width}.html"])
+            out = capsys.readouterr().out
+            used += [x for x in out.splitlines() if x.startswith("Using the newest checkpoint, ")]
+            assert Path(f"{width}.html").exists()
+            assert len(used) == 5
+        assert len(set(used)) == 1
+        run = Path(used[0].removeprefix("Using the newest checkpoint, ")).parents[1]
+        saved = yaml.safe_load((run / "config.yaml").read_text())
+        assert saved["model"]["init_args"]["net"]["init_args"]["hidden"] == [width]
+        assert (run / "run.json").exists()
+        if logger in ("csv", "tensorboard", "wandb"):
+            assert run == Path("runs", config, "version_0")
+
+
+def test_configs_that_share_a_folder_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    for name, width in (("a", 7), ("b", 9)):
+        content = yaml.safe_load(
+            (Path(__file__).parents[2] / "configs" / "digits" / "baseline.yaml").read_text()
+        )
+        content["model"]["init_args"]["net"]["init_args"]["hidden"] = [width]
+        content["trainer"]["logger"]["init_args"]["name"] = "mine"
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
+        main(["fit", f"--config={name}.yaml", *SMALL])
+    main(["test", "--config=a.yaml", *SMALL])
+    assert "runs/mine/version_0/checkpoints/last.ckpt" in caplog.text
+    record = json.loads(Path("runs/mine/version_0/run.json").read_text())
+    assert record == {"command": "fit", "configs": [str(Path("a.yaml").resolve())]}
+
+
+def checkpoint(path: str, age: int, configs: list[str] | None = None) -> None:
+    file = Path(path)
+    file.parent.mkdir(parents=True)
+    file.touch()
+    os.utime(file, (1e9 - age, 1e9 - age))
+    if configs is not None:
+        (file.parents[1] / "run.json").write_text(json.dumps({"configs": configs}))
+
+
+def test_the_newest_of_the_config_and_of_those_that_do_not_say() -> None:
+    trainer: dict[str, Any] = {"default_root_dir": "runs", "logger": None}
+    checkpoint("runs/lightning_logs/version_0/checkpoints/a.ckpt", 30, ["digits/baseline"])
+    checkpoint("runs/lightning_logs/version_1/checkpoints/b.ckpt", 20)
+    checkpoint("runs/lightning_logs/version_2/checkpoints/c.ckpt", 10, ["digits/rigl"])
+    config = str(Path(__file__).parents[2] / "configs" / "digits" / "baseline.yaml")
+    assert newest_checkpoint(trainer, [config]).endswith("b.ckpt")
+    Path("runs/lightning_logs/version_1/run.json").write_text("damaged")
+    assert newest_checkpoint(trainer, [config]).endswith("b.ckpt")
+    with pytest.raises(SystemExit):
+        newest_checkpoint({**trainer, "default_root_dir": "elsewhere"}, [config])
+
+
+def test_a_csv_logger_comes_first_where_loggers_are_named() -> None:
+    wandb = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
+    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
+    root = "runs/x"
+    for logger in (None, True, False, csv, [csv, wandb]):
+        assert with_run_folder({"logger": logger, "default_root_dir": root}) is None
+    assert with_run_folder({"logger": [wandb, csv]}) == [csv, wandb]
+    first, second = with_run_folder({"logger": wandb, "default_root_dir": root}) or [{}, {}]
+    assert first["init_args"] == {"save_dir": root, "name": ""}
+    assert second == wandb
