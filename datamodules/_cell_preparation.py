@@ -85,6 +85,14 @@ class CellPreparation:
         normal = log_normalized(cells.obs_names, counted, self.target_sum)
         return _columns(normal, of_known, self.input_genes), counted
 
+    def parts_of(self, prints: NDArray[np.int64]) -> list[str]:
+        """Return the part of the training that each cell was in, by its fingerprint."""
+        parts = np.full(len(prints), "", dtype=object)
+        for name, seen in self.seen.items():
+            parts[np.isin(prints, seen)] = name
+        found: list[str] = parts.tolist()
+        return found
+
     def check_genes(self, names: Sequence[str]) -> None:
         """Name missing genes, count unknown ones, and refuse data that lacks too many."""
         there = set(names)

@@ -163,14 +163,15 @@ class BaseDataModule(PreparedData):
         if self._parts:
             return
         self._parts = parts
-        sizes = ", ".join(f"{name} {len(part):,}" for name, part in parts.items())
-        text = f"{type(self).__name__}: {sizes} samples of {self.num_classes} classes"
-        if len(parts["train"]) and len(parts["test"]):
-            text += (
-                "; always saying the most frequent one is right in "
-                f"{self.majority_rate():.1%} of the test part"
-            )
-        rank_zero_info(f"{text}.")
+        rank_zero_info(f"{type(self).__name__}: {self.describe_parts()}.")
+
+    def describe_parts(self) -> str:
+        """Say how many samples there are, and how often a constant answer is right."""
+        sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
+        return (
+            f"{sizes} samples of {self.num_classes} classes; always saying the most frequent one "
+            f"is right in {self.majority_rate():.1%} of the test part"
+        )
 
     def check_parts(self, parts: Mapping[str, Part]) -> None:
         """Refuse parts that cannot be trained or evaluated on."""

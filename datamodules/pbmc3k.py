@@ -211,6 +211,16 @@ class PBMC3kDataModule(BaseDataModule):
             )
 
     @override
+    def describe_parts(self) -> str:
+        if self._preparation is None:
+            return super().describe_parts()
+        known = int((self._every.labels >= 0).sum())
+        return (
+            f"{len(self._every):,} cells, aligned to the checkpoint by gene name; "
+            f"{known:,} have a label that it knows, {len(self.part('test')):,} of them are to test"
+        )
+
+    @override
     def preparation(self) -> dict[str, Any]:
         return self._fitted().plain()
 
@@ -264,16 +274,7 @@ class PBMC3kDataModule(BaseDataModule):
         }
 
     def _part_of_each(self) -> list[str]:
-        parts = np.full(len(self.facts["cells"]), "", dtype=object)
-        if self._preparation is None:
-            for name, part in self._parts.items():
-                parts[part.rows] = name
-        else:
-            prints = self._tables()["fingerprints"].array
-            for name, seen in self._preparation.seen.items():
-                parts[np.isin(prints, seen)] = name
-        found: list[str] = parts.tolist()
-        return found
+        return self._fitted().parts_of(self._tables()["fingerprints"].array)
 
     def add_predictions(
         self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
