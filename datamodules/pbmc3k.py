@@ -270,11 +270,8 @@ class PBMC3kDataModule(BaseDataModule):
         return {
             "barcode": self.facts["cells"],
             "true_label": [name or "" for name in self.facts["labels"]],
-            "part": self._part_of_each(),
+            "part": self._fitted().parts_of(self._tables()["fingerprints"].array),
         }
-
-    def _part_of_each(self) -> list[str]:
-        return self._fitted().parts_of(self._tables()["fingerprints"].array)
 
     def add_predictions(
         self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
@@ -297,7 +294,7 @@ class PBMC3kDataModule(BaseDataModule):
             raise ValueError(
                 f"Expected a prediction for each of {len(barcodes)} cells, got {len(predictions)}."
             )
-        parts = [part or None for part in self._part_of_each()]
+        parts = [part or None for part in self.describe_samples()["part"]]
         for column, values in {key: names[predictions.cpu().numpy()], f"{key}_part": parts}.items():
             series = pd.Series(values, index=barcodes).reindex(cells.obs_names)
             cells.obs[column] = series.astype("category")

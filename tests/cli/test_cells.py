@@ -12,6 +12,8 @@ from small_cells import cells
 
 from dg_lightning.cli import main
 
+pytestmark = pytest.mark.filterwarnings("ignore:BudgetController")  # few steps do not do
+
 FIT = [
     "--config=pbmc3k/dynamicgate",
     "--data.genes=200",
