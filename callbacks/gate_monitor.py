@@ -237,12 +237,7 @@ class GateMonitor(pl.Callback):
 
     @override
     def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         if self._looks_at_evaluation(trainer):
             self._look.start(pl_module)

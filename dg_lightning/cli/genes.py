@@ -13,7 +13,7 @@ from torch import Tensor
 from dg_lightning import GatedMLP
 from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.runs import newest_run
+from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.cli.trained import data_of, net_of
 from dg_lightning.files import replacing
 
@@ -31,12 +31,7 @@ def run_genes(args: list[str]) -> None:
         "value, on average over the training cells of that type.",
     )
     parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
-    parser.add_argument(
-        "--config",
-        type=str,
-        action="append",
-        help="Instead of a folder: a config, by name or path, whose newest run is taken.",
-    )
+    add_config_option(parser)
     parser.add_argument("--output", type=str, help="The file; genes.csv in the run if None.")
     parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
     given = parser.parse_args(args)

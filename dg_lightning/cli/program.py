@@ -183,6 +183,8 @@ class GateCLI(LightningCLI):
             rank_zero_warn(
                 f"There is no --ckpt_path: `{command}` uses the weights that the model begins with."
             )
+        if path is not None and settings.get("weights_only") is None:
+            settings.weights_only = True  # Lightning reads pickles from a URL otherwise
         if path is None or path.startswith("registry") or "://" in path:
             return
         trust(*modules_named(given))  # by the user, in this command

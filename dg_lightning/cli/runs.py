@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from dg_lightning.cli.configs import config_name, config_path
 from dg_lightning.cli.refusal import refusal
 
-__all__ = ["RUN_FILE", "csv_logger", "newest_checkpoint", "newest_run", "with_run_folder"]
+__all__ = ["RUN_FILE", "add_config_option", "newest_checkpoint", "newest_run", "with_run_folder"]
 
 RUN_FILE = "run.json"  # which configs a run was started with
 _CSV = "lightning.pytorch.loggers.CSVLogger"
-
-
-def csv_logger(root: str | None) -> dict[str, Any]:
-    """Return the logger whose folder is the run's: `<root>/version_<n>`."""
-    return {"class_path": _CSV, "init_args": {"save_dir": root or ".", "name": ""}}
 
 
 def with_run_folder(trainer: Mapping[str, Any]) -> list[Any] | None:
@@ -31,7 +27,9 @@ def with_run_folder(trainer: Mapping[str, Any]) -> list[Any] | None:
         return None
     csv = [logger for logger in loggers if _is_csv(logger)]
     others = [logger for logger in loggers if not _is_csv(logger)]
-    return [*(csv or [csv_logger(trainer.get("default_root_dir"))]), *others]
+    root = trainer.get("default_root_dir") or "."
+    own = {"class_path": _CSV, "init_args": {"save_dir": root, "name": ""}}
+    return [*(csv or [own]), *others]
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:
@@ -53,6 +51,16 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
     newest = max(found, key=lambda path: path.stat().st_mtime)
     last = newest.with_name("last.ckpt")  # the rule of the shipped configs, beside any other file
     return str(last if last.is_file() else newest)
+
+
+def add_config_option(parser: ArgumentParser) -> None:
+    """Let a command be told a config, whose newest run it takes."""
+    parser.add_argument(
+        "--config",
+        type=str,
+        action="append",
+        help="A config, by name or path, whose newest run is taken.",
+    )
 
 
 def newest_run(configs: Sequence[str]) -> str:

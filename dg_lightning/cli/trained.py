@@ -13,7 +13,7 @@ from torch import Tensor
 from dg_lightning import GatedClassifier, GatedMLP
 from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
-from dg_lightning.cli.runs import newest_run
+from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.spec import build, check_trusted, import_class
 
 __all__ = [
@@ -35,12 +35,7 @@ BATCH_SIZES = [1, 32, 1024]
 def add_checkpoint_options(parser: OneLineErrorParser) -> None:
     """Let a command be told its checkpoint by path, or by config."""
     parser.add_argument("--ckpt_path", type=str, help="The checkpoint.")
-    parser.add_argument(
-        "--config",
-        type=str,
-        action="append",
-        help="A config, by name or path, whose newest run is taken.",
-    )
+    add_config_option(parser)
 
 
 def checkpoint_path(given: Any) -> str:

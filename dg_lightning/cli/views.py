@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.runs import newest_run
+from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.files import write_text
 
 __all__ = ["VIEWS", "show"]
@@ -33,12 +33,7 @@ def _report(args: list[str]) -> None:
         description="Write the page of a study or of a run: one file that opens from the disk.",
     )
     parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
-    parser.add_argument(
-        "--config",
-        type=str,
-        action="append",
-        help="Instead of a folder: a config, by name or path, whose newest run is taken.",
-    )
+    add_config_option(parser)
     parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
     given = parser.parse_args(args)
     if (given.folder is None) == (given.config is None):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.storages import RDBStorage
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from dg_lightning.study import shared
@@ -13,20 +14,20 @@ from dg_lightning.study.shared import SharedStudy, storage_in
 @pytest.mark.parametrize("kind", [IntegrityError, ProgrammingError])
 @pytest.mark.parametrize("failures", [1, 4])
 def test_tables_that_another_worker_has_just_made_are_no_error(
-    kind: type[Exception], failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As seen with three workers on an empty PostgreSQL database: 'duplicate key', 'exists'."""
     tried = []
-    real = shared.RDBStorage
+    real = RDBStorage
 
     def racing(*args: Any, **kwargs: Any) -> Any:
         tried.append(args)
         if len(tried) <= failures:
-            raise kind("CREATE TYPE", None, Exception("duplicate key"))  # type: ignore[call-arg]
+            raise kind("CREATE TYPE", None, Exception("duplicate key"))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(shared, "RDBStorage", racing)
-    monkeypatch.setattr(shared.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     study = SharedStudy(storage_in(tmp_path), "x", tmp_path / "workers")
     assert len(tried) == failures + 1
     assert study.study.study_name == "x"
