@@ -44,6 +44,8 @@ class CellDecoder:
         self, settings: Any, cells: "AnnData | None", preparation: CellPreparation | None
     ) -> None:
         self.settings = settings
+        from anndata.utils import make_index_unique
+
         self.preparation = preparation
         self.layer = settings.layer
         self.cells = read_cells(settings.path) if cells is None else cells
@@ -53,6 +55,9 @@ class CellDecoder:
             raw, self.layer = self.cells.raw.to_adata(), None
             raw.obs = self.cells.obs
             self.cells = raw
+        if self.cells.isbacked:
+            self.cells = self.cells.to_memory()
+        self.genes: Any = make_index_unique(self.cells.var_names)
 
     def decode(self, save: Save) -> None:
         """Save all tables and facts."""
@@ -74,7 +79,7 @@ class CellDecoder:
         """Choose genes, classes and parts by these cells."""
         s = self.settings
         is_log = s.values == "log"
-        normal = values if is_log else log_normalized(self.cells.obs_names, values)
+        normal = values if is_log else log_normalized(values)
         names = self._labels(normal)
         names = without_rare(names, "merge" if s.leiden else s.rare, s.smallest_cluster)
         labelled = np.flatnonzero(names != np.array(None))
@@ -90,14 +95,14 @@ class CellDecoder:
             genes = variable_genes(chosen, s.genes, 3 if is_log else 0, flavor)
         else:
             genes = variable_genes(values[rows["train"]], s.genes, least_cells=3)
-        every = self.cells.var_names
+        every = self.genes
         expressed = np.flatnonzero(values.getnnz(0))
         fitted = CellPreparation(
             every[genes].tolist(),
             [] if is_log else every[expressed].tolist(),
             class_names.tolist(),
         )
-        matrix, counted = fitted.align(self.cells, values)
+        matrix, raw = fitted.align(self.genes, values)
         scaled_by = matrix[labelled if s.fit_on == "paper" else rows["train"]].toarray()
         deviation = scaled_by.std(0, ddof=1)
         facts = {
@@ -107,7 +112,7 @@ class CellDecoder:
             "mean": scaled_by.mean(0).tolist(),
             "std": np.where(deviation > 0, deviation, 1).tolist(),  # a constant gene becomes 0
             "labels": names.tolist(),
-            "fingerprints": fingerprints(self.cells.obs_names, counted),
+            "fingerprints": fingerprints(raw),
         }
         return facts, matrix, labels, rows
 
@@ -115,11 +120,12 @@ class CellDecoder:
         """Align the cells with a checkpoint; its parts are known by their cells."""
         fitted = self.preparation
         assert fitted is not None
-        fitted.check_genes(self.cells.var_names)
-        matrix, counted = fitted.align(self.cells, values)
-        names, unlabelled = self._known_labels(values)
+        fitted.check_genes(self.genes)
+        matrix, raw = fitted.align(self.genes, values)
+        prints = fingerprints(raw)
+        names, unlabelled = self._known_labels(prints)
         place = {name: index for index, name in enumerate(fitted.class_names)}
-        if (self.settings.rare == "merge" or self.settings.leiden) and "rare" in place:
+        if self.settings.rare == "merge" and "rare" in place:
             names[[name is not None and name not in place for name in names]] = "rare"
         labels = np.array([place.get(name, -1) for name in names])
         strange = {str(name) for name in names if name is not None and name not in place}
@@ -130,10 +136,9 @@ class CellDecoder:
                 "predicted, and not part of a test."
             )
             unlabelled = f"its labels ({some}) are none of {', '.join(fitted.class_names)}."
-        prints = fingerprints(self.cells.obs_names, counted)
-        seen = {part: np.isin(prints, fitted.seen.get(part, ())) for part in _PARTS}
-        rows = {part: np.flatnonzero(seen[part] & (labels >= 0)) for part in ("train", "val")}
-        rows["test"] = np.flatnonzero(~seen["train"] & ~seen["val"] & (labels >= 0))
+        parts = np.array(fitted.parts_of(prints))
+        rows = {part: np.flatnonzero((parts == part) & (labels >= 0)) for part in ("train", "val")}
+        rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
         if (labels >= 0).any():
             unlabelled = "all labelled cells are of the part that the net was trained on."
         facts = {
@@ -145,18 +150,25 @@ class CellDecoder:
         }
         return facts, matrix, labels, rows
 
-    def _known_labels(self, values: Any) -> tuple[Names, str]:
+    def _known_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
         """Return the labels where there are some, and else why there are none."""
-        s = self.settings
+        s, fitted = self.settings, self.preparation
+        assert fitted is not None
         none = np.full(self.cells.n_obs, None, dtype=object)
-        if s.label_column is None and not s.leiden:
+        if s.label_column is not None:
+            try:
+                return column_of(self.cells, s.label_column, s.label_file), ""
+            except (ValueError, OSError) as error:
+                return none, f"{error}"
+        known = {
+            print_: fitted.class_names[label]
+            for part, labels in fitted.seen_labels.items()
+            for print_, label in zip(fitted.seen[part], labels, strict=True)
+        }
+        if not known:
             return none, f"name the column of labels with `label_column`; {self._columns()}."
-        try:
-            is_log = s.values == "log"
-            normal = values if is_log else log_normalized(self.cells.obs_names, values)
-            return self._labels(normal), ""
-        except (ValueError, OSError) as error:
-            return none, f"{error}"
+        names = np.array([known.get(print_) for print_ in prints.tolist()], dtype=object)
+        return names, "labels are clusters of the cells of the training, and it has none of them."
 
     def _labels(self, normal: Any) -> Names:
         s = self.settings

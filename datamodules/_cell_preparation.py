@@ -2,8 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ._cells import log_normalized
-
-if TYPE_CHECKING:
-    from anndata import AnnData
 
 __all__ = ["CellPreparation", "Standardize", "fingerprints"]
 
@@ -35,6 +32,8 @@ class CellPreparation:
         std: What each input is divided by then.
         class_names: Names of the classes, in the order of the outputs.
         seen: Fingerprints of the cells of each part of the training.
+        seen_labels: The class of each of them, where labels are clusters of the cells: they belong
+            to those cells, and clustering others would give other ones.
     """
 
     input_genes: Sequence[str]
@@ -44,6 +43,7 @@ class CellPreparation:
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     seen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    seen_labels: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """Return it as numbers, strings, lists and dicts."""
@@ -56,40 +56,36 @@ class CellPreparation:
         Raises:
             ValueError: If the values are of other data than cells.
         """
-        if values.get("kind") != "cells":
+        names = {entry.name for entry in fields(cls)}
+        needed = {"input_genes", "total_genes", "class_names"}
+        if values.get("kind") != "cells" or not needed <= values.keys() <= {*names, "kind"}:
             raise ValueError("The checkpoint was not trained on cells: give one that was.")
         return cls(**{key: value for key, value in values.items() if key != "kind"})
 
-    def matches(self, other: "CellPreparation") -> bool:
-        """Return True if both make the same inputs and classes, whatever cells they have seen."""
-        own, theirs = self.plain(), other.plain()
-        return all(_list(own[key]) == _list(theirs[key]) for key in own if key != "seen")
-
-    def align(self, cells: "AnnData", values: Any) -> tuple[Any, Any]:
+    def align(self, genes: Sequence[str], values: Any) -> tuple[Any, Any]:
         """Select genes by name, and normalise.
 
         Args:
-            cells: The cells, for the names of their genes.
+            genes: Names of the genes of the data, all different.
             values: Counts, or log-normalised values: CSR (cells, genes).
 
         Returns:
-            The inputs, CSR (cells, input genes), not yet scaled, and the values that totals are
-            made of.
+            The inputs, CSR (cells, input genes), not yet scaled, and the same as they came.
         """
-        place = {name: index for index, name in enumerate(cells.var_names)}
-        known = self.total_genes or self.input_genes
-        counted = _columns(values, place, known)
+        place = {name: index for index, name in enumerate(genes)}
+        raw = _columns(values, place, self.input_genes)
         if not self.total_genes:
-            return counted, counted
-        of_known = {name: index for index, name in enumerate(known)}
-        normal = log_normalized(cells.obs_names, counted, self.target_sum)
-        return _columns(normal, of_known, self.input_genes), counted
+            return raw, raw
+        counted = _columns(values, place, self.total_genes)
+        known = {name: index for index, name in enumerate(self.total_genes)}
+        normal = log_normalized(counted, self.target_sum)
+        return _columns(normal, known, self.input_genes), raw
 
     def parts_of(self, prints: NDArray[np.int64]) -> list[str]:
         """Return the part of the training that each cell was in, by its fingerprint."""
         parts = np.full(len(prints), "", dtype=object)
-        for name, seen in self.seen.items():
-            parts[np.isin(prints, seen)] = name
+        for name in ("train", "val", "test"):  # of equal cells, the one that may be tested counts
+            parts[np.isin(prints, self.seen.get(name, ()))] = name
         found: list[str] = parts.tolist()
         return found
 
@@ -106,7 +102,8 @@ class CellPreparation:
         if missing:
             rank_zero_warn(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
-                f"reads; they are taken as not expressed: {_some(missing)}."
+                f"reads; they are taken as not expressed, and cells that did express them are not "
+                f"recognised as trained on: {_some(missing)}."
             )
         absent = sum(name not in there for name in known) - len(missing)
         if absent and self.total_genes:
@@ -116,10 +113,6 @@ class CellPreparation:
             )
         if unknown := len(there - set(known)):
             rank_zero_info(f"{unknown} genes that no cell expressed at training are ignored.")
-
-
-def _list(value: Any) -> Any:
-    return list(value) if isinstance(value, (tuple, list)) else value
 
 
 def _some(names: list[str]) -> str:
@@ -150,20 +143,15 @@ class Standardize:
         return values.sub_(self.mean).div_(self.std)
 
 
-def fingerprints(barcodes: Sequence[str], counted: Any) -> NDArray[np.int64]:
-    """Return a number for each cell that tells it from all others, whatever file it is in.
-
-    Barcodes of different experiments may be the same, so the counts are part of it.
+def fingerprints(raw: Any) -> NDArray[np.int64]:
+    """Return a number for each cell that tells it from others, whatever file and name it has.
 
     Args:
-        barcodes: Names of the cells.
-        counted: Their values over the genes of the training: CSR (cells, genes).
+        raw: Values of the input genes as they came, before any scaling: CSR (cells, genes).
     """
-    totals = np.asarray(counted.sum(1)).ravel()
-    expressed = counted.getnnz(1)
     texts = (
-        f"{barcode}|{number}|{total:.4g}".encode()
-        for barcode, number, total in zip(barcodes, expressed, totals, strict=True)
+        raw.indices[start:end].astype("<i4").tobytes() + raw.data[start:end].tobytes()
+        for start, end in zip(raw.indptr, raw.indptr[1:], strict=False)
     )
     digests = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
     return np.frombuffer(digests, dtype="<i8").astype(np.int64)

@@ -33,7 +33,6 @@ def read_cells(path: Path) -> "AnnData":
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read ({first}): get it again.") from error
-    cells.var_names_make_unique()
     return cells
 
 
@@ -89,13 +88,12 @@ def _layers(cells: "AnnData") -> str:
     return f" ({', '.join(map(repr, cells.layers)) or 'none'})"
 
 
-def log_normalized(barcodes: Any, counts: Any, target_sum: float = 1e4) -> Any:
+def log_normalized(counts: Any, target_sum: float = 1e4) -> Any:
     """Return counts scaled to the same total for every cell, and log(1 + x) of that."""
     import anndata
-    import pandas as pd
     import scanpy
 
-    normal = anndata.AnnData(counts.copy(), obs=pd.DataFrame(index=barcodes))
+    normal = anndata.AnnData(counts.copy())
     scanpy.pp.normalize_total(normal, target_sum=target_sum)
     scanpy.pp.log1p(normal)
     return normal.X
@@ -180,6 +178,8 @@ def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
             f"the data like {cells.obs_names[0]!r}."
         )
     values = table[column].reindex(cells.obs_names)
+    if values.dtype.kind == "f" and (values.dropna() % 1 == 0).all():
+        values = values.astype("Int64")  # whole numbers beside empty ones
     names: NDArray[Any] = values.astype(str).to_numpy(dtype=object)
     names[values.isna().to_numpy()] = None
     if file is None:

@@ -58,7 +58,8 @@ class PreparedData(pl.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.use_preparation(state_dict["preparation"])
+        if isinstance(state_dict.get("preparation"), dict):
+            self.use_preparation(state_dict["preparation"])
 
     def describe_samples(self) -> dict[str, Sequence[Any]]:
         """Return columns of `predictions.csv`, for the samples of `predict` in their order.

@@ -157,7 +157,7 @@ class BaseDataModule(PreparedData):
 
     @override
     def setup(self, stage: str) -> None:
-        self._stage = stage
+        self._stage = str(getattr(stage, "value", stage))
         parts = self._parts or self.split(self._tables())
         self.check_parts(parts)
         if self._parts:

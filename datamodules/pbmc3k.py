@@ -203,7 +203,7 @@ class PBMC3kDataModule(BaseDataModule):
             everywhere = self.split_by is None
             super().check_parts(parts if everywhere else {"train": parts["train"]})
             return
-        part = {"test": "test", "validate": "val"}.get(self._stage)
+        part = {"test": "test", "validate": "val"}.get(str(self._stage))
         if part is not None and not len(parts[part]):
             raise ValueError(
                 f"There is no cell to {self._stage} on: {self.facts['unlabelled']} `predict` needs "
@@ -238,21 +238,22 @@ class PBMC3kDataModule(BaseDataModule):
             facts["class_names"],
             mean=mean,
             std=std,
-            seen={name: np.sort(prints[self.part(name).rows]).tolist() for name in _PARTS},
+            seen={name: prints[part.rows].tolist() for name, part in self._parts.items()},
+            seen_labels={n: p.labels.tolist() for n, p in self._parts.items() if self.leiden},
         )
 
     @override
     def use_preparation(self, preparation: Mapping[str, Any]) -> None:
         wanted = CellPreparation.from_plain(preparation)
-        fits = self.trainer is not None and self.trainer.state.fn == "fit"
-        if fits:
-            if not wanted.matches(self._fitted()):
+        state = None if self.trainer is None else self.trainer.state
+        if state is not None and state.fn == "fit" and state.status == "running":
+            if wanted != self._fitted():
                 raise ValueError(
-                    "The checkpoint was trained with other genes, scaling or classes than this "
-                    "data gives: resume with the data and the settings that it was begun with."
+                    "The checkpoint was trained with other cells, genes, scaling or classes than "
+                    "this data gives: resume with the data and the settings that it was begun with."
                 )
             return
-        if self._preparation is not None and self._preparation.matches(wanted):
+        if self._preparation == wanted:
             return
         self._preparation = wanted
         self._opened = None

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all: a failed write leaves the old one as it was."""
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,9 @@ def replacing(path: Path) -> Iterator[Path]:
     >>> target.read_text()
     'new'
     """
+    path = path.resolve()  # of a link, what it points to
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield unfinished
         with unfinished.open("rb+") as file:

@@ -129,7 +129,7 @@ class ComputeLedger(Metric):
 
         attached = [m.output_gate for m in maps if m.output_gate is not None]
         layers = [
-            LayerCompute(name, **of_gate(gate), is_map=False)
+            LayerCompute(name, **of_gate(gate, counted.runs.get(name, 1.0)), is_map=False)
             for name, gate in gates.items()
             if not any(gate is other for other in attached)
         ]
@@ -146,7 +146,7 @@ class ComputeLedger(Metric):
                     **of_gate(m.output_gate, runs),
                 )
             )
-        uncounted = uncounted_modules(net) if whole is None else ()
+        uncounted = uncounted_modules(net) if whole is None else whole.uncounted
         return ComputeReport(tuple(layers), tuple(uncounted), counted.other)
 
 

@@ -140,6 +140,7 @@ class GatedClassifier(TrustedLoading):
 
     @override
     def setup(self, stage: str) -> None:
+        self._is_counted = False  # inputs may be of another size
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         nobody_keeps_masks = not any(hasattr(c, "connections") for c in callbacks)
         if stage == "fit" and nobody_keeps_masks and forget_masks(self):
@@ -236,7 +237,8 @@ class GatedClassifier(TrustedLoading):
     ) -> dict[str, Tensor]:
         x, target = batch
         samples = len(target)
-        with nullcontext() if self._is_counted else CountWholeNet(self.net) as count:
+        known = self._is_counted or torch.compiler.is_compiling()
+        with nullcontext() if known else CountWholeNet(self.net) as count:
             logits = self(x)
         if count is not None:
             self._whole_net, self._is_counted = count.whole(samples), True

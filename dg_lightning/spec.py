@@ -7,7 +7,7 @@ What a checkpoint names must also come from a trusted package: importing a modul
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 from torch import nn, optim
@@ -27,7 +27,9 @@ __all__ = [
 
 T = TypeVar("T")
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
-_trusted = {"dg_lightning", "torch.nn", "torch.optim"}
+# Not all of dg_lightning: in a checkout any file of the repository can be imported below it.
+_OWN = ("callbacks", "datamodules", "gates", "layers", "module", "runtime", "switch_moe")
+_trusted = {"torch.nn", "torch.optim", *(f"dg_lightning.{name}" for name in _OWN)}
 
 
 class ClassSpec(TypedDict, total=False):
@@ -72,49 +74,22 @@ else:
 def trust(*packages: str) -> None:
     """Let checkpoints name classes of these packages, or of these modules of a package.
 
-    `dg_lightning`, `torch.nn` and `torch.optim` are trusted from the start. The environment
-    variable DG_TRUST, names joined by commas, does the same for a command.
+    Our own nets and `torch.nn`, `torch.optim` are trusted from the start. The environment variable
+    DG_TRUST, names joined by commas, does the same for a command.
 
     >>> trust("my_models")
     """
     _trusted.update(packages)
 
 
-def check_trusted(values: Any, source: object) -> None:
-    """Refuse plain values that name a class outside of the trusted packages; import nothing.
-
-    Args:
-        values: Dicts and lists, as a checkpoint or a config holds them.
-        source: Where they come from, to be named in the message.
-
-    >>> check_trusted({"net": {"class_path": "os.system"}}, "a.ckpt")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    ValueError: a.ckpt names the class 'os.system', whose package is not trusted: ...
-    """
+def _class_paths(values: Any) -> Iterator[Any]:
+    """Give every class path in plain values; what stands in the place of one may be anything."""
     if isinstance(values, Mapping):
-        for key in ("class_path", "_class_path"):
-            if key in values:
-                _check_class_path(values[key], source)
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return
-    for value in values:
-        check_trusted(value, source)
-
-
-def _check_class_path(class_path: Any, source: object) -> None:
-    if not isinstance(class_path, str):
-        kind = type(class_path).__name__
-        raise ValueError(f"{source}: a class path must be text, got {kind}: give another file.")
-    module = class_path.rpartition(".")[0]
-    named = {name.strip() for name in os.environ.get("DG_TRUST", "").split(",")} - {""}
-    if module and not any(f"{module}.".startswith(f"{name}.") for name in _trusted | named):
-        package = module.partition(".")[0]
-        raise ValueError(
-            f"{source} names the class {class_path!r}, whose package is not trusted: if you trust "
-            f"its code, set DG_TRUST={package}, or call dg_lightning.trust({package!r}) in Python."
-        )
+        yield from (values[key] for key in ("class_path", "_class_path") if key in values)
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _class_paths(value)
 
 
 def modules_named(values: Any) -> set[str]:
@@ -123,11 +98,38 @@ def modules_named(values: Any) -> set[str]:
     >>> modules_named({"net": {"class_path": "my_models.Net"}, "gates": [1, {"class_path": "X"}]})
     {'my_models'}
     """
-    if isinstance(values, Mapping):
-        class_path = values.get("class_path")
-        own = {class_path.rpartition(".")[0]} if isinstance(class_path, str) else set()
-        return (own - {""}).union(*map(modules_named, values.values()))
-    return set().union(*map(modules_named, values)) if isinstance(values, (list, tuple)) else set()
+    paths = [path for path in _class_paths(values) if isinstance(path, str)]
+    return {path.rpartition(".")[0] for path in paths} - {""}
+
+
+def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None:
+    """Refuse plain values that name a class outside of the trusted packages; import nothing.
+
+    Args:
+        values: Dicts and lists, as a checkpoint or a config holds them.
+        source: Where they come from, to be named in the message.
+        also: Further packages or modules that are trusted this time.
+
+    >>> check_trusted({"net": {"class_path": "os.system"}}, "a.ckpt")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: a.ckpt names the class 'os.system', whose package is not trusted: ...
+    """
+    named = {name.strip() for name in os.environ.get("DG_TRUST", "").split(",")} - {""}
+    known = {*_trusted, *named, *also}
+    for path in _class_paths(values):
+        if not isinstance(path, str):
+            kind = type(path).__name__
+            raise ValueError(f"{source}: a class path must be text, got {kind}: give another file.")
+        module = path.rpartition(".")[0]
+        is_known = any(f"{module}.".startswith(f"{name}.") for name in known)
+        if module not in ("", "dg_lightning") and not is_known:
+            package = module.partition(".")[0]
+            raise ValueError(
+                f"{source} names the class {path!r}, whose package is not trusted: if you trust "
+                f"its code, set DG_TRUST={package}, or call dg_lightning.trust({package!r}) in "
+                "Python."
+            )
 
 
 def check_classes(values: Any) -> None:
@@ -141,22 +143,14 @@ def check_classes(values: Any) -> None:
     ...
     ValueError: 'os.system' must be a class, and is not: give a path as package.module.Class.
     """
-    if isinstance(values, Mapping):
-        class_path = values.get("class_path")
-        if isinstance(class_path, str) and "." in class_path:
-            module, _, name = class_path.rpartition(".")
-            found = getattr(importlib.import_module(module), name, None)
-            returned = getattr(found, "__annotations__", {}).get("return")
-            if not isinstance(found, type) and not isinstance(returned, type):
-                raise ValueError(
-                    f"{class_path!r} must be a class, and is not: give a path as "
-                    "package.module.Class."
-                )
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return
-    for value in values:
-        check_classes(value)
+    for path in _class_paths(values):
+        module, _, name = str(path).rpartition(".")
+        found = getattr(importlib.import_module(module), name, None) if module else object
+        returned = getattr(found, "__annotations__", {}).get("return")
+        if not isinstance(found, type) and not isinstance(returned, type):
+            raise ValueError(
+                f"{path!r} must be a class, and is not: give a path as package.module.Class."
+            )
 
 
 def import_class(class_path: str, kind: type[T]) -> type[T]:

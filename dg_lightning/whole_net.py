@@ -10,8 +10,9 @@ from torch import nn
 from torch.backends import mha
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
 
-from dg_lightning.compute import linear_maps
+from dg_lightning.compute import linear_maps, uncounted_modules
 from dg_lightning.protocol import gate_layers
 
 __all__ = ["CountWholeNet", "WholeNet"]
@@ -25,14 +26,18 @@ class WholeNet:
         runs: How often each linear map runs for a sample, by name: once for each position of a
             sequence.
         other: MACs a sample of convolutions, attention and everything else that is not counted.
+        uncounted: Modules with weights that ran and that torch's counter does not know.
     """
 
     runs: dict[str, float] = field(default_factory=dict)
     other: int = 0
+    uncounted: tuple[str, ...] = ()
 
 
 class CountWholeNet:
     """Counts a forward pass with torch's own counter, which sees dense products.
+
+    What happens outside of the module and its children, such as a loss or a metric, does not count.
 
     Args:
         module: The net, or a module that contains it.
@@ -52,13 +57,23 @@ class CountWholeNet:
         self._maps = {m.name: m for m in linear_maps(module)}
         self._followed: dict[str, Any] = {name: m.linear for name, m in self._maps.items()}
         self._followed |= gates
+        self._gates = gates
+        self._others = uncounted_modules(module)
+        self._followed |= {name: module.get_submodule(name) for name in self._others if name}
         self._flops = dict.fromkeys(self._followed, 0)
+        self._ran: set[str] = set()
+        children = [child for child in module.children() if not isinstance(child, Metric)]
+        self._roots = [module, *children]
+        self._depth = 0
+        self._total = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, module in self._followed.items():
                 if isinstance(module, nn.Module):
                     self._follow(stack, name, module)
+            for root in self._roots:
+                self._follow_root(stack, root)
             # The counter knows plain products: nothing compiled, no fused attention.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -72,6 +87,7 @@ class CountWholeNet:
         before: list[int] = []
 
         def enter(*_: Any) -> None:
+            self._ran.add(name)
             before.append(self._counter.get_total_flops())
 
         def leave(*_: Any) -> None:
@@ -79,6 +95,21 @@ class CountWholeNet:
 
         stack.callback(module.register_forward_pre_hook(enter).remove)
         stack.callback(module.register_forward_hook(leave).remove)
+
+    def _follow_root(self, stack: ExitStack, root: nn.Module) -> None:
+        before: list[int] = []
+
+        def enter(*_: Any) -> None:
+            self._depth += 1
+            before.append(self._counter.get_total_flops())
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+            inside = self._counter.get_total_flops() - before.pop()
+            self._total += 0 if self._depth else inside  # the outermost call has it all
+
+        stack.callback(root.register_forward_pre_hook(enter).remove)
+        stack.callback(root.register_forward_hook(leave).remove)
 
     def __exit__(
         self,
@@ -100,5 +131,10 @@ class CountWholeNet:
         runs = {
             name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()
         }
-        other = self._counter.get_total_flops() - sum(self._flops.values())
-        return WholeNet(runs, round(other / (2 * samples)))
+        for name, gate in self._gates.items():
+            if decision := int(gate.decision_macs()):
+                runs[name] = self._flops[name] / (2 * decision * samples)
+        counted = sum(self._flops[name] for name in (*self._maps, *self._gates))
+        other = self._total - counted
+        unknown = [n for n in self._others if n in self._ran and self._flops[n] == 0]
+        return WholeNet(runs, round(other / (2 * samples)), tuple(unknown))

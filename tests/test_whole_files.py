@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,14 @@ def test_a_failed_write_leaves_nothing_else(tmp_path: Path) -> None:
     assert target.read_text() == "old"
     write_text(target, "new")
     assert target.read_text() == "new"
+
+
+def test_many_writers_and_links(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    write_text(target, "old")
+    link.symlink_to(target)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: write_text(link, str(i)), range(200)))
+    assert link.is_symlink()
+    assert target.read_text() in {str(i) for i in range(200)}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "link.txt"}

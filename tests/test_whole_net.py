@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import GatedClassifier, GatedLinear, GatedMLP
+from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, GatedMLP
+from dg_lightning.callbacks import GateMonitor
 from dg_lightning.metrics import ComputeLedger
 from dg_lightning.spec import ClassSpec
 from dg_lightning.whole_net import CountWholeNet, WholeNet
@@ -101,8 +102,8 @@ def test_a_plain_mlp_has_nothing_else() -> None:
     mlp = GatedMLP(8, [4, 4], 2, gate={"kind": "dynamic"}, norm="layer")
     with CountWholeNet(mlp) as count:
         mlp(torch.randn(7, 8))
-    runs = {"hidden.0.linear": 1.0, "hidden.1.linear": 1.0, "output": 1.0}
-    assert count.whole(7) == WholeNet(runs, 0)
+    names = ["hidden.0.linear", "hidden.1.linear", "output", "hidden.0.gate", "hidden.1.gate"]
+    assert count.whole(7) == WholeNet(dict.fromkeys(names, 1.0), 0)
 
 
 def test_a_compiled_net_counts_as_the_plain_one() -> None:
@@ -122,3 +123,92 @@ def test_a_gated_map_that_does_not_run_as_a_module_is_not_guessed() -> None:
     with CountWholeNet(layer) as count:
         nn.functional.linear(torch.randn(2, 4), layer.linear.weight)
     assert count.whole(2) is None
+
+
+class WithMetric(pl.LightningModule):
+    """Somebody's module: a stem without gates, products in a metric, a loss outside of nets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 6)
+        self.head = nn.Sequential(GatedLinear(6, 4, gate={"kind": "static"}), nn.Linear(4, 2))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        out = self.head(self.stem(batch[0]))
+        self.log("similarity", (out @ out.T @ out @ out.T).mean())
+
+
+def test_a_foreign_module_is_counted_without_its_metrics() -> None:
+    monitor = GateMonitor(files=False)
+    trainer = pl.Trainer(
+        logger=False, callbacks=[monitor], enable_progress_bar=False, accelerator="cpu"
+    )
+    data = DataLoader(TensorDataset(torch.randn(6, 8)), batch_size=3)
+    (logged,) = trainer.validate(WithMetric(), data, verbose=False)
+    assert logged["compute/macs_dense"] == 8 * 6 + 6 * 4 + 4 * 2
+    assert logged["compute/macs_share"] == 1
+
+
+class Failing(WithMetric):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.stem(batch[0])
+        raise RuntimeError("lost")
+
+
+def test_a_failed_validation_leaves_no_count_behind() -> None:
+    trainer = pl.Trainer(
+        logger=False,
+        callbacks=[GateMonitor(files=False)],
+        enable_progress_bar=False,
+        accelerator="cpu",
+    )
+    model = Failing()
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.validate(model, DataLoader(TensorDataset(torch.randn(6, 8))), verbose=False)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_modules_that_torch_cannot_count_are_named() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(6, 5, batch_first=True)
+            self.unused = nn.LSTM(6, 5)
+            self.head = GatedLinear(5, 4, gate={"kind": "static"})
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.rnn(x)[0])
+            return out
+
+    net = Recurrent()
+    with torch.no_grad(), CountWholeNet(net) as count:
+        net(torch.randn(2, 7, 6))
+    whole = count.whole(2)
+    assert whole is not None
+    assert whole.uncounted == ("rnn",) or whole.other > 0  # where torch has learned to
+    ledger = ComputeLedger(net)
+    ledger.update(net, 2)
+    assert ledger.report(net, whole).uncounted == whole.uncounted
+
+
+def test_a_gate_by_itself_decides_at_every_position() -> None:
+    gate = DynamicGate(4, 4)
+    net = nn.Sequential(gate)
+    with CountWholeNet(net) as count:
+        net(torch.randn(2, 5, 4))
+    whole = count.whole(2)
+    assert whole is not None
+    assert whole.runs == {"0": 5}
+    assert whole.other == 0
+
+
+def test_a_compiled_classifier_still_validates() -> None:
+    spec: ClassSpec = {"class_path": "GatedMLP", "init_args": {"hidden": [4]}}
+    model = torch.compile(GatedClassifier(spec, [8], 3), backend="aot_eager")
+    data = DataLoader(TensorDataset(torch.randn(8, 8), torch.randint(3, (8,))), batch_size=4)
+    trainer = pl.Trainer(
+        logger=False, max_epochs=1, enable_progress_bar=False, accelerator="cpu",
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, data, data)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def with_named_callbacks(args: list[str], parser: ArgumentParser) -> list[str]:
     settings = json.loads(parser.dump(found, format="json"))[found.subcommand]
     callbacks = settings["trainer"].get("callbacks") or []
     for name, key, value in options:
-        _set(_called(name, callbacks), key, yaml.safe_load(value))
-    return [*others, f"--trainer.callbacks={json.dumps(callbacks)}"]
+        _set(_called(name, callbacks), key, value)
+    return [*others, f"--trainer.callbacks={json.dumps(callbacks, default=str)}"]
 
 
 def _called(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,14 +58,19 @@ def _called(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _set(callback: dict[str, Any], key: str, value: Any) -> None:
+def _set(callback: dict[str, Any], key: str, text: str) -> None:
     """Set an argument, or a part of one that is a dict."""
     cls = import_class(callback["class_path"], object)
-    known = [name for name in inspect.signature(cls).parameters if name != "self"]
+    known = inspect.signature(cls).parameters
     target = callback.setdefault("init_args", {})
     *path, last = key.split(".")
     if (name := (*path, last)[0]) not in known:
         raise refusal(f"{cls.__name__} has no argument {name!r}; it has {', '.join(known)}.")
+    try:
+        is_text = not path and known[last].annotation in (str, str | None)
+        value = text if is_text and text != "null" else yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise refusal(f"{key} of {cls.__name__} must be a YAML value, got {text!r}.") from error
     for part in path:
         if not isinstance(target.get(part), dict):
             target[part] = {}

@@ -21,6 +21,7 @@ __all__ = ["OneLineErrorParser", "Refusal", "is_users_error", "one_line", "refus
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
 _SPEAKING = [Path(package.__path__[0]) for package in _PACKAGES]
 _SPOKEN = (ValueError, TypeError, RuntimeError)
+_MISFIT = "Error(s) in loading state_dict"
 
 # Lines of the parser's report on nested types that only lead to what is wrong.
 _FRAME = re.compile(
@@ -53,6 +54,8 @@ def is_users_error(error: Exception) -> bool:
     """Tell an error that was raised for the user to read from one that a bug has caused."""
     if isinstance(error, (OSError, ModuleNotFoundError, MisconfigurationException)):
         return True
+    if str(error).startswith(_MISFIT):
+        return True
     place = traceback.extract_tb(error.__traceback__)[-1].filename
     is_sentence = isinstance(error, KeyError) and " " in str(error)
     speaks = isinstance(error, _SPOKEN) or is_sentence
@@ -63,6 +66,9 @@ def one_line(message: str) -> str:
     """Press the parser's report on nested types into the key and what is wrong with it."""
     if "Problems parsing config" in message:
         return " ".join(message.split())
+    if message.startswith(_MISFIT):
+        first = " ".join(message.split("\n\t", 2)[1].split())[:200]
+        return f"The weights of the checkpoint do not fit the net: {first}"
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
     lines = [line.strip(" -") for line in message.splitlines()]
     reasons = [line for line in lines if line and not _FRAME.match(line)]

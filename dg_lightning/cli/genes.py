@@ -7,6 +7,7 @@ from typing import Any
 import rich
 import torch
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -38,8 +39,9 @@ def run_genes(args: list[str]) -> None:
     if (given.run is None) == (given.config is None):
         raise refusal("Give either a run, or --config for the newest run of a config.")
     path = _checkpoint(Path(given.run)) if given.config is None else Path(newest_run(given.config))
+    path = path.resolve()
     preparation = preparation_in(read_checkpoint(path))
-    if preparation is None or preparation.get("kind") != "cells":
+    if preparation is None or not {"input_genes", "class_names", "std"} <= preparation.keys():
         raise refusal(f"{path} was not trained on cells: give a run of PBMC3kDataModule.")
     net = net_of(str(path))
     data: Any = data_of(str(path), given.data_root, needed_by="genes")
@@ -109,5 +111,6 @@ def _table(names: list[str], types: list[str], kept: Tensor, weights: Tensor) ->
     for index, cell_type in enumerate(types):
         values = torch.where(kept, weights[index], -torch.inf)
         first = values.topk(min(_SHOWN, int(kept.sum()))).indices.tolist()
-        table.add_row(cell_type, ", ".join(names[gene] for gene in first if values[gene] > 0))
+        speaking = ", ".join(names[gene] for gene in first if values[gene] > 0)
+        table.add_row(escape(cell_type), escape(speaking))
     return table

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -73,7 +74,7 @@ def _keep_metrics(trainer: Any) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes what `predict` returns into the run's folder, one file a process."""
+    """Writes what `predict` returns into the run's folder, in the order of the samples."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
@@ -86,13 +87,12 @@ class WritePredictions(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        suffix = f"_{trainer.global_rank}" if trainer.world_size > 1 else ""
         folder = trainer.strategy.broadcast(run_folder(trainer))
         data = getattr(trainer, "datamodule", None)
         described: dict[str, Any] = getattr(data, "describe_samples", dict)()
         key, *known = described or {"index": ()}
         names = _class_names(trainer)
-        rows = [[key, "prediction", "probability", *known]]
+        rows: dict[int, list[Any]] = {}
         # One dataloader: its batches, each with the indices of its samples.
         for batch, indices in zip(predictions, batch_indices[0], strict=True):
             labels = batch["prediction"].tolist()
@@ -100,10 +100,15 @@ class WritePredictions(BasePredictionWriter):
             for index, label, chance in zip(indices, labels, chances, strict=True):
                 about = [described[name][index] for name in described] or [index]
                 name = names[label] if names else label
-                rows.append([about[0], name, f"{chance:.6f}", *about[1:]])
-        _write_csv(folder / f"predictions{suffix}.csv", rows)
-        files = "a file a process" if suffix else "predictions.csv"
-        rank_zero_info(f"Predictions are in {folder}, {files}.")
+                rows[index] = [about[0], name, f"{chance:.6f}", *about[1:]]
+        parts = [rows] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(parts, rows)
+        if trainer.is_global_zero:
+            every = {index: row for part in parts for index, row in part.items()}
+            head = [key, "prediction", "probability", *known]
+            _write_csv(folder / "predictions.csv", [head, *(every[i] for i in sorted(every))])
+        rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
 
 
 class WriteTestTables(pl.Callback):

@@ -1,5 +1,6 @@
 """The commands of one training, on LightningCLI; `many_runs` and `views` have the others."""
 
+import inspect
 import logging
 import os
 import sys
@@ -30,7 +31,7 @@ from dg_lightning.cli.quiet import quietly
 from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
 from dg_lightning.cli.views import VIEWS, show
 from dg_lightning.files import WholeFileCheckpointIO
-from dg_lightning.spec import check_classes, import_class, modules_named, trust
+from dg_lightning.spec import check_classes, import_class, modules_named
 from dg_lightning.step_hooks import leave_out_empty_hooks
 
 __all__ = ["GateCLI", "run", "run_command"]
@@ -185,18 +186,21 @@ class GateCLI(LightningCLI):
             )
         if path is not None and settings.get("weights_only") is None:
             settings.weights_only = True  # Lightning reads pickles from a URL otherwise
-        if path is None or path.startswith("registry") or "://" in path:
+        if path is None:
             return
-        trust(*modules_named(given))  # by the user, in this command
-        checkpoint = read_checkpoint(path)
+        # The user trusts what this command itself names.
+        checkpoint = read_checkpoint(path, also=modules_named(given))
         self._preparation = preparation_in(checkpoint)
         saved = dict(checkpoint.get("hyper_parameters", {}))
         if is_ours:
             self._take_model(path, saved, given["model"]["init_args"])
             return
         arguments = settings.get("model.init_args") or Namespace()
-        for name, value in saved.items():  # plain ones only: nothing is imported by name
-            if name in arguments and isinstance(value, (bool, int, float, str)):
+        parameters = inspect.signature(import_class(settings.model.class_path, object)).parameters
+        for name, value in saved.items():
+            # The parser would import what a text names, unless it is to be a text.
+            is_text = isinstance(value, str) and parameters[name].annotation is str
+            if name in arguments and (is_text or isinstance(value, (bool, int, float))):
                 arguments[name] = value
 
     def _take_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
@@ -247,8 +251,16 @@ class GateCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         use_preparation = getattr(self.datamodule, "use_preparation", None)
-        resumes = self.config.subcommand == "fit"  # checked when Lightning restores the data
-        if self._preparation is not None and use_preparation is not None and not resumes:
+        path = self._settings.get("ckpt_path")
+        # In a fit, Lightning hands it over when it restores the data.
+        if use_preparation is None or path is None or self.config.subcommand == "fit":
+            return
+        if self._preparation is None:
+            rank_zero_warn(
+                f"{path} does not say how its data was prepared, as those of earlier versions "
+                "do not: see that this data is prepared in the same way."
+            )
+        else:
             use_preparation(self._preparation)
 
     @override

@@ -40,17 +40,22 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
         configs: The config files; runs that began with another one are passed by.
     """
     places = _places(trainer)
-    wanted = [config_name(config) for config in configs][:1]
-    found = [path for place in places for path in place.rglob("*.ckpt")]
-    found = [path for path in found if _configs_of(path) in (None, wanted)]
+    wanted = _without_loggers([config_name(config) for config in configs])
+    every = {path: _configs_of(path) for place in places for path in place.rglob("*.ckpt")}
+    # Of the same configs; else of the same first one, or of who knows which.
+    found = [path for path, of in every.items() if of == wanted]
+    found = found or [path for path, of in every.items() if of is None or of[:1] == wanted[:1]]
     if not found:
         raise refusal(
             f"There is no checkpoint under {' or '.join(map(str, places))}: "
             "run `dg-lightning fit` first, or name one with --ckpt_path."
         )
     newest = max(found, key=lambda path: path.stat().st_mtime)
-    last = newest.with_name("last.ckpt")  # the rule of the shipped configs, beside any other file
-    return str(last if last.is_file() else newest)
+    # The last epoch, by the rule of the shipped configs, beside any other file.
+    last = max(
+        newest.parent.glob("last*.ckpt"), key=lambda path: path.stat().st_mtime, default=None
+    )
+    return str(last or newest)
 
 
 def add_config_option(parser: ArgumentParser) -> None:
@@ -76,13 +81,17 @@ def newest_run(configs: Sequence[str]) -> str:
     return found
 
 
+def _without_loggers(configs: Sequence[str]) -> list[str]:
+    return [name for name in configs if not name.startswith(("logger/", "trainer/"))]
+
+
 def _configs_of(checkpoint: Path) -> list[str] | None:
-    """Return the config that a checkpoint's run began with; None where it is not known."""
+    """Return the configs that a checkpoint's run began with; None where they are not known."""
     record = checkpoint.parent.parent / RUN_FILE
     try:
         content = json.loads(record.read_text("utf-8"))
-        return list(content["configs"][:1])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _without_loggers(content["configs"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

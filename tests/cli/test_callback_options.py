@@ -48,6 +48,9 @@ def test_parts_of_a_schedule_and_null(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         ("GatePenalty.weigth=1", "GatePenalty has no argument 'weigth'; it has weight, usage"),
         ("GatePenalty.usage=often", "usage"),
+        ("GatePenalty.weight=[1,", "weight of GatePenalty must be a YAML value, got '[1,'"),
+        ("GatePenalty.weight=!!python/name:os.system", "must be a YAML value"),
+        ("GatePenalty.weight=2020-01-01", "weight"),
         ("GatePenalty.weight", "--trainer.callbacks.GatePenalty.weight needs a value"),
     ],
 )
@@ -59,6 +62,13 @@ def test_mistakes_are_one_line(
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_text_stays_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("007", "on", "2020-01-01"):
+        option = f"--trainer.callbacks.ModelCheckpoint.filename={text}"
+        found = callbacks(capsys, "--config=digits/dynamicgate", option)
+        assert found["ModelCheckpoint"]["filename"] == text
 
 
 def test_two_callbacks_of_a_class_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:

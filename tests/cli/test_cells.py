@@ -161,6 +161,8 @@ def test_a_run_without_cells_has_no_genes(capsys: pytest.CaptureFixture[str]) ->
     main(["fit", "--config=digits/baseline", "--trainer.fast_dev_run=false", *FIT[4:]])
     with pytest.raises(SystemExit):
         main(["genes", "--config=digits/baseline"])
+    with pytest.raises(SystemExit):
+        main(["genes", "--config=digits/baseline"])
     assert "was not trained on cells" in capsys.readouterr().err
     for args in ([], ["runs", "--config=digits/baseline"]):
         with pytest.raises(SystemExit):

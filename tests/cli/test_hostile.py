@@ -2,12 +2,16 @@
 
 import shutil
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import anndata
 import h5py
 import numpy as np
 import pytest
+import torch
 from hostile import (
     BUILT_IN_TRAINING_ONLY,
     CHECKPOINTS,
@@ -87,6 +91,80 @@ def test_a_pickle_is_not_called_cut_short(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             read_checkpoint("a.ckpt")
     assert is_untouched(tmp_path)
+
+
+def test_a_file_of_hyper_parameters_is_not_trusted(good: Path, tmp_path: Path) -> None:
+    Path("hparams.yaml").write_text("net: {class_path: evil.Net}")
+    with pytest.raises(ValueError, match=r"hparams.yaml names the class 'evil.Net'"):
+        GatedClassifier.load_from_checkpoint(good, hparams_file="hparams.yaml")
+    assert is_untouched(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["an object", "os.system", "an object among the weights"])
+def test_a_checkpoint_behind_a_url_is_checked_too(
+    name: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hostile.ckpt"
+    hostile_checkpoint(good, path, name)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for url in (f"http://127.0.0.1:{server.server_port}/hostile.ckpt", f"file://{path}"):
+            refused(capsys, "test", *CONFIG, f"--ckpt_path={url}")
+            with pytest.raises(ValueError, match=r"Python objects|not trusted"):
+                GatedClassifier.load_from_checkpoint(url)
+    finally:
+        server.shutdown()
+    assert is_untouched(tmp_path)
+    main(["test", *CONFIG, f"--ckpt_path=file://{good}"])
+
+
+FOREIGN = """
+from typing import Any, Callable
+import torch
+from torch import nn
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Foreign(BoringModel):
+    def __init__(self, net: nn.Module = None, act: Callable = torch.relu, extra: Any = None,
+                 name: str = "a", width: int = 1):
+        super().__init__()
+        print("made with", name, width)
+"""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"net": "evil.Net"},
+        {"net": "hostile.yaml"},
+        {"act": "evil.function"},
+        {"extra": "{class_path: evil.Net}"},
+        {"net": {"class_path": "evil.Net"}},
+    ],
+)
+def test_hyper_parameters_of_somebody_elses_module_are_plain(
+    values: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("foreign.py").write_text(FOREIGN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["--model=foreign.Foreign", "--trainer.enable_progress_bar=false"]
+    options.append("--data=lightning.pytorch.demos.boring_classes.BoringDataModule")
+    main(["fit", *options, "--trainer.fast_dev_run=false", "--trainer.max_steps=1"])
+    (path,) = Path("lightning_logs").rglob("*.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["hyper_parameters"] = {**values, "name": "evil.Net", "width": 7}
+    torch.save(checkpoint, path)
+    capsys.readouterr()
+    with suppress(SystemExit):
+        main(["test", *options, f"--ckpt_path={path}"])
+    out = capsys.readouterr()
+    assert is_untouched(tmp_path)
+    assert "made with evil.Net 7" in out.out or "dg-lightning: error: " in out.err
 
 
 def test_a_checkpoint_cut_short_says_so(good: Path) -> None:
@@ -191,9 +269,11 @@ def test_a_package_that_the_user_names_is_trusted(
         GatedClassifier.load_from_checkpoint(path)
     # Named in the command itself, in the environment, or in Python.
     main(["test", *CONFIG, "--model.net=mine.Mine", "--model.net.hidden=[4]"])
-    monkeypatch.setattr("dg_lightning.spec._trusted", {"dg_lightning", "torch.nn", "torch.optim"})
     monkeypatch.setenv("DG_TRUST", "other, mine")
     assert type(GatedClassifier.load_from_checkpoint(path).net).__name__ == "Mine"
     monkeypatch.delenv("DG_TRUST")
-    trust("mine")
+    with pytest.raises(ValueError, match="not trusted"):
+        GatedClassifier.load_from_checkpoint(path)
+    monkeypatch.setattr("dg_lightning.spec._trusted", {"torch.optim"})
+    trust("mine", "dg_lightning.module")
     assert type(GatedClassifier.load_from_checkpoint(path).net).__name__ == "Mine"

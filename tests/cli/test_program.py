@@ -182,10 +182,9 @@ def test_two_processes_fit_test_and_predict_without_noise(run_program: RunProgra
         assert done.returncode == 0, done.stderr
         assert "sync_dist" not in done.stderr
         assert done.stdout.count("Compute ledger") == (command == "test")
-    rows = [
-        row for path in Path().rglob("predictions_*.csv") for row in csv.DictReader(path.open())
-    ]
-    assert sorted(int(row["index"]) for row in rows) == list(range(360))
+    (path,) = Path().rglob("predictions*.csv")
+    rows = list(csv.DictReader(path.open()))
+    assert [int(row["index"]) for row in rows] == list(range(360))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])

@@ -94,14 +94,14 @@ def checkpoint(path: str, age: int, configs: list[str] | None = None) -> None:
         (file.parents[1] / "run.json").write_text(json.dumps({"configs": configs}))
 
 
-def test_the_newest_of_the_config_and_of_those_that_do_not_say() -> None:
+def test_the_newest_of_the_config_or_of_those_that_do_not_say() -> None:
     trainer: dict[str, Any] = {"default_root_dir": "runs", "logger": None}
     checkpoint("runs/lightning_logs/version_0/checkpoints/a.ckpt", 30, ["digits/baseline"])
     checkpoint("runs/lightning_logs/version_1/checkpoints/b.ckpt", 20)
     checkpoint("runs/lightning_logs/version_2/checkpoints/c.ckpt", 10, ["digits/rigl"])
     config = str(Path(__file__).parents[2] / "configs" / "digits" / "baseline.yaml")
-    assert newest_checkpoint(trainer, [config]).endswith("b.ckpt")
-    Path("runs/lightning_logs/version_1/run.json").write_text("damaged")
+    assert newest_checkpoint(trainer, [config]).endswith("a.ckpt")
+    Path("runs/lightning_logs/version_0/run.json").write_text("damaged")
     assert newest_checkpoint(trainer, [config]).endswith("b.ckpt")
     with pytest.raises(SystemExit):
         newest_checkpoint({**trainer, "default_root_dir": "elsewhere"}, [config])
@@ -117,3 +117,16 @@ def test_a_csv_logger_comes_first_where_loggers_are_named() -> None:
     first, second = with_run_folder({"logger": wandb, "default_root_dir": root}) or [{}, {}]
     assert first["init_args"] == {"save_dir": root, "name": ""}
     assert second == wandb
+
+
+def test_stacked_configs_are_told_apart_and_a_newer_last_one_is_taken() -> None:
+    trainer: dict[str, Any] = {"default_root_dir": "runs", "logger": None}
+    here = [str(Path(name).resolve()) for name in ("base", "a", "b")]
+    checkpoint("runs/lightning_logs/version_0/checkpoints/last.ckpt", 30, [here[0], here[1]])
+    checkpoint("runs/lightning_logs/version_1/checkpoints/last.ckpt", 20, [here[0], here[2]])
+    assert "version_0" in newest_checkpoint(trainer, [here[0], here[1]])
+    assert "version_1" in newest_checkpoint(trainer, [here[0], here[2]])
+    assert "version_1" in newest_checkpoint(trainer, [here[0]])
+    newer = Path("runs/lightning_logs/version_1/checkpoints/last-v1.ckpt")
+    newer.touch()
+    assert newest_checkpoint(trainer, [here[0]]) == str(newer)

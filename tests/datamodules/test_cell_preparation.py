@@ -83,7 +83,7 @@ def test_another_split_seed_keeps_the_parts_of_the_training(trained: PBMC3kDataM
 
 def test_cells_of_another_experiment_are_all_tested(trained: PBMC3kDataModule) -> None:
     other = cells()
-    other.X = csr_matrix(other.X.toarray() + 1)  # the same barcodes, other counts
+    other.X = csr_matrix(other.X.toarray() + 1)  # the same barcodes, other counts: other cells
     data = aligned(trained, other, "test", **OPTIONS)
     assert len(data.part("test")) == len(other)
     assert set(data.describe_samples()["part"]) == {""}
@@ -91,10 +91,69 @@ def test_cells_of_another_experiment_are_all_tested(trained: PBMC3kDataModule) -
         aligned(trained, other, "validate", **OPTIONS)
 
 
+def test_a_cell_is_recognised_by_its_counts_whatever_it_is_called(
+    trained: PBMC3kDataModule,
+) -> None:
+    renamed = cells()
+    renamed.obs_names = [f"{name}-0" for name in renamed.obs_names]
+    # Genes that are no inputs may be missing, too.
+    kept = np.isin(renamed.var_names, trained.feature_names) | (np.arange(renamed.n_vars) % 9 > 0)
+    with pytest.warns(UserWarning, match="genes whose counts made up"):
+        data = aligned(trained, renamed[:, kept].copy(), "test", **OPTIONS)
+    assert sorted(data.part("test").rows) == sorted(trained.part("test").rows)
+
+
+def test_genes_of_the_same_name_stay_apart() -> None:
+    source = cells()
+    names = list(source.var_names)
+    names[1] = names[0] = "TWIN"
+    source.var_names = names
+    data = made(PBMC3kDataModule.from_anndata(source, **OPTIONS))
+    assert len(set(data.preparation()["total_genes"])) == len(data.preparation()["total_genes"])
+    assert list(source.var_names) == names  # the user's cells are left alone
+    pd.testing.assert_frame_equal(inputs(aligned(data, source)), inputs(data), check_exact=True)
+
+
+def test_clusters_belong_to_the_cells_that_they_were_made_of() -> None:
+    data = made(PBMC3kDataModule.from_anndata(cells(), leiden=True, genes=200))
+    labels = dict(zip(data.facts["cells"], data.facts["labels"], strict=True))
+    few = aligned(data, cells()[::-3].copy(), "test", leiden=True)
+    found = zip(few.facts["cells"], few.facts["labels"], strict=True)
+    assert all(labels[cell] == label for cell, label in found)
+    strange = cells()
+    strange.X = csr_matrix(strange.X.toarray() + 1)
+    with pytest.raises(ValueError, match="clusters of the cells of the training, and it has none"):
+        aligned(data, strange, "test", leiden=True)
+
+
+def test_a_second_checkpoint_brings_its_own_parts(trained: PBMC3kDataModule) -> None:
+    options: dict[str, Any] = {**OPTIONS, "fit_on": "paper"}
+    one = made(PBMC3kDataModule.from_anndata(cells(), **options))
+    two = made(PBMC3kDataModule.from_anndata(cells(), **options, split_seed=3))
+    assert one.feature_names == two.feature_names
+    data = PBMC3kDataModule.from_anndata(cells(), **OPTIONS)
+    for other in (one, two):
+        data.use_preparation(other.preparation())
+        data.setup("test")
+        assert sorted(data.part("test").rows) == sorted(other.part("test").rows)
+
+
+def test_cells_on_the_disk_and_whole_numbers_beside_gaps(tmp_path: Path) -> None:
+    source = cells()
+    source.obs["number"] = np.repeat([0, 1, 2], 45)
+    source.write_h5ad(tmp_path / "cells.h5ad")
+    backed = anndata.read_h5ad(tmp_path / "cells.h5ad", backed="r")
+    data = made(PBMC3kDataModule.from_anndata(backed, label_column="number", genes=200))
+    assert data.class_names == ("0", "1", "2")
+    source.obs["number"] = source.obs["number"].where(np.arange(len(source)) != 4)
+    again = made(PBMC3kDataModule.from_anndata(source, label_column="number", genes=200))
+    assert again.class_names == ("0", "1", "2")
+
+
 def test_missing_genes_are_named_and_taken_as_0(trained: PBMC3kDataModule) -> None:
     lost = trained.feature_names[3]
     source = cells()
-    with pytest.warns(UserWarning, match=rf"lacks 1 of the 200 genes.*not expressed: {lost}\."):
+    with pytest.warns(UserWarning, match=rf"lacks 1 of the 200 genes.*trained on: {lost}\."):
         data = aligned(trained, source[:, source.var_names != lost].copy())
     column = trained.feature_names.index(lost)
     mean, std = (trained.preparation()[key][column] for key in ("mean", "std"))
@@ -199,8 +258,23 @@ def test_a_fit_resumes_with_the_same_genes_only(tmp_path: Path) -> None:
     same = PBMC3kDataModule.from_anndata(cells(), **OPTIONS)
     trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=same, ckpt_path=path)
     other = PBMC3kDataModule.from_anndata(cells(), **OPTIONS, split_seed=5)
-    with pytest.raises(ValueError, match="other genes, scaling or classes than this data gives"):
+    with pytest.raises(ValueError, match="other cells, genes, scaling or classes than"):
         trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
+
+
+def test_a_fit_with_another_split_of_the_same_genes_is_no_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, "fit_on": "paper"}
+    data = PBMC3kDataModule.from_anndata(cells(), **options)
+    data.setup("fit")
+    first = trainer(tmp_path)
+    first.fit(model_of(data), datamodule=data)
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    other = PBMC3kDataModule.from_anndata(cells(), **options, split_seed=5)
+    with pytest.raises(ValueError, match="other cells, genes"):
+        trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
+    data.use_preparation({**data.preparation(), "seen": {}})  # after the fit it may be changed
+    data.setup("test")
+    assert len(data.part("test")) == len(cells())
 
 
 def test_the_preparation_is_plain_and_survives_a_checkpoint(
@@ -210,5 +284,7 @@ def test_the_preparation_is_plain_and_survives_a_checkpoint(
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
     other = PBMC3kDataModule.from_anndata(cells())
-    with pytest.raises(ValueError, match="not trained on cells"):
-        other.use_preparation({"class_names": ["a"]})
+    for wrong in ({"class_names": ["a"]}, {"kind": "cells"}, {**trained.preparation(), "x": 1}):
+        with pytest.raises(ValueError, match="not trained on cells"):
+            other.use_preparation(wrong)
+    other.load_state_dict({})
