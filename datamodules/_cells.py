@@ -118,6 +118,13 @@ def variable_genes(
             f"`genes` must be at most {len(candidates)}, got {number}"
             + (f": so many are expressed by {least_cells} training cells." if least_cells else ".")
         )
+    means = np.asarray(values[:, candidates].mean(0)).ravel()
+    squares = np.asarray(values[:, candidates].power(2).mean(0)).ravel()
+    varying = int((squares - means**2 > 1e-8 * np.maximum(squares, 1e-12)).sum())
+    if varying < max(3, number):
+        raise ValueError(
+            f"`genes` must be at most {varying}, got {number}: so many genes vary between cells."
+        )
     try:
         found = scanpy.pp.highly_variable_genes(
             anndata.AnnData(values[:, candidates]),

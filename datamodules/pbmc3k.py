@@ -105,7 +105,7 @@ class PBMC3kDataModule(BaseDataModule):
             raise ValueError(
                 f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."
             )
-        own = self.root / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19"
+        own = self.root / "pbmc3k/filtered_gene_bc_matrices/hg19"
         self.path = own if path is None else Path(path)
         self.layer = layer
         self.values = one_of("values", values, "counts", "log")
@@ -182,9 +182,8 @@ class PBMC3kDataModule(BaseDataModule):
     def split(self, tables: Tables) -> dict[str, Part]:
         columns = len(tables.facts["input_genes"])
         matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], columns)
-        prepare = None
-        if (scaling := self._scaling(tables.facts))[0] is not None:
-            prepare = Standardize(*scaling)
+        scaling = self._scaling(tables.facts)
+        prepare = None if scaling[0] is None else Standardize(*scaling)
         labels = tables.labels()
         none = np.empty(0, dtype=np.int64)
         rows = {p: tables[p].array.copy() if p in tables else none for p in _PARTS}

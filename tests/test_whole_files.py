@@ -13,7 +13,7 @@ from dg_lightning.files import replacing, write_text
 LIMITED = """
 import resource, sys
 from dg_lightning.cli import main
-import torch, lightning.pytorch, dg_lightning.cli.program
+import torch, lightning.pytorch, dg_lightning.cli.commands
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
 main(sys.argv[2:])
 """

@@ -1,6 +1,7 @@
 """What a user did wrong, said in one line, with exit status 2."""
 
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +16,15 @@ import dg_lightning
 from dg_lightning import callbacks, datamodules
 from dg_lightning.cli.refusal import Refusal, refusal
 
-__all__ = ["OneLineErrorParser", "Refusal", "is_users_error", "one_line", "refusal"]
+__all__ = [
+    "OneLineErrorParser",
+    "Refusal",
+    "is_users_error",
+    "one_line",
+    "passes_own_code",
+    "refusal",
+    "unexpected",
+]
 
 # Packages that raise an error of these types on purpose, with a message for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
@@ -52,7 +61,7 @@ class OneLineErrorParser(LightningArgumentParser):
 
 def is_users_error(error: Exception) -> bool:
     """Tell an error that was raised for the user to read from one that a bug has caused."""
-    if isinstance(error, (OSError, ModuleNotFoundError, MisconfigurationException)):
+    if isinstance(error, (OSError, ImportError, MisconfigurationException)):
         return True
     if str(error).startswith(_MISFIT):
         return True
@@ -60,6 +69,24 @@ def is_users_error(error: Exception) -> bool:
     is_sentence = isinstance(error, KeyError) and " " in str(error)
     speaks = isinstance(error, _SPOKEN) or is_sentence
     return speaks and any(Path(place).is_relative_to(package) for package in _SPEAKING)
+
+
+def passes_own_code(error: Exception) -> bool:
+    """Return True if code that is neither ours nor installed took part in an error."""
+    installed = [Path(path) for path in set(sysconfig.get_paths().values())]
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [Path(frame.filename) for frame in frames if not frame.filename.startswith("<")]
+    known = [*_SPEAKING, *installed]
+    return any(not any(file.is_relative_to(place) for place in known) for file in files)
+
+
+def unexpected(error: Exception) -> str:
+    """Describe an error that nobody has foreseen."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'} (raised in "
+        f"{Path(frame.filename).name}, line {frame.lineno}); DG_TRACEBACK=1 shows the traceback."
+    )
 
 
 def one_line(message: str) -> str:

@@ -2,16 +2,12 @@
 
 import inspect
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -23,18 +19,15 @@ from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.callback_options import with_named_callbacks
 from dg_lightning.cli.closing import not_finite, print_closing
 from dg_lightning.cli.configs import with_config_paths
-from dg_lightning.cli.errors import OneLineErrorParser, is_users_error, one_line, refusal
-from dg_lightning.cli.many_runs import MANY_RUNS, run_many
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
-from dg_lightning.cli.quiet import quietly
-from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
-from dg_lightning.cli.views import VIEWS, show
+from dg_lightning.cli.runs import newest_checkpoint, refuse_taken_folder, with_run_folder
 from dg_lightning.files import WholeFileCheckpointIO
 from dg_lightning.spec import check_classes, import_class, modules_named
 from dg_lightning.step_hooks import leave_out_empty_hooks
 
-__all__ = ["GateCLI", "run", "run_command"]
+__all__ = ["GateCLI", "run_command"]
 
 # Imported so that their classes can be named without a path: `--trainer.callbacks+=GatePenalty`.
 _NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
@@ -44,47 +37,7 @@ _NOISE = (
     ".*LeafSpec.*is deprecated.*",
     "The dirpath has changed",  # a test run writes no checkpoint
 )
-_QUIET = "--quiet"
 _ADVERTISING = "Tip: For seamless cloud"
-
-
-def run(given: list[str]) -> None:
-    """Run a command that `start.main` has not answered by itself."""
-    # What the optimizer keeps of a closed unit halves with every few steps, and CPUs are many times
-    # slower with numbers below 1e-38: up to a third of the time after some epochs. First of all,
-    # because threads take it over when they are made.
-    torch.set_flush_denormal(True)
-    sys.path.append(os.getcwd())  # as `python -m` does; last, so that nothing is shadowed
-    if _QUIET in given:
-        asks = any(a in ("-h", "--help") or a.startswith("--print_config") for a in given)
-        with nullcontext() if asks else quietly():
-            run([argument for argument in given if argument != _QUIET])
-        return
-    command, *rest = given
-    try:
-        if command in MANY_RUNS:
-            run_many(given)
-        elif command in VIEWS:
-            show(given)
-        elif command == "export":
-            # Here, because it takes a moment to import, and training needs none of it.
-            from dg_lightning.cli.export import run_export
-
-            run_export(rest)
-        elif command == "bench":
-            from dg_lightning.cli.bench import run_bench
-
-            run_bench(rest)
-        else:
-            run_command(given)
-    except Exception as error:  # whose fault it is, type and origin tell together
-        if not is_users_error(error):
-            raise
-        raise refusal(one_line(str(error)), error) from error
-    if dist.is_available() and dist.is_initialized():
-        # Lightning leaves this to the end of the process, where gloo may abort a rank that is left.
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
@@ -150,6 +103,7 @@ class GateCLI(LightningCLI):
             loggers = with_run_folder(self._plain()["trainer"])
             if loggers is not None:
                 self._change({"trainer": {"logger": loggers}})
+            refuse_taken_folder(self._plain()["trainer"])
 
     @property
     def _settings(self) -> Namespace:

@@ -11,7 +11,14 @@ from jsonargparse import ArgumentParser
 from dg_lightning.cli.configs import config_name, config_path
 from dg_lightning.cli.refusal import refusal
 
-__all__ = ["RUN_FILE", "add_config_option", "newest_checkpoint", "newest_run", "with_run_folder"]
+__all__ = [
+    "RUN_FILE",
+    "add_config_option",
+    "newest_checkpoint",
+    "newest_run",
+    "refuse_taken_folder",
+    "with_run_folder",
+]
 
 RUN_FILE = "run.json"  # which configs a run was started with
 _CSV = "lightning.pytorch.loggers.CSVLogger"
@@ -30,6 +37,18 @@ def with_run_folder(trainer: Mapping[str, Any]) -> list[Any] | None:
     root = trainer.get("default_root_dir") or "."
     own = {"class_path": _CSV, "init_args": {"save_dir": root, "name": ""}}
     return [*(csv or [own]), *others]
+
+
+def refuse_taken_folder(trainer: Mapping[str, Any]) -> None:
+    """Refuse a version that is given and holds a run already: its tables would be lost."""
+    loggers = _loggers(trainer)
+    options = (loggers[0].get("init_args") or {}) if loggers and _is_csv(loggers[0]) else {}
+    if (version := options.get("version")) is None:
+        return
+    name = version if isinstance(version, str) else f"version_{version}"
+    folder = _places(trainer)[0] / name
+    if (folder / RUN_FILE).exists():
+        raise refusal(f"{folder} holds a run already: leave --trainer.logger.version out.")
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:

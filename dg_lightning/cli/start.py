@@ -1,5 +1,6 @@
 """The entry point: answers what needs no torch at once, and hands everything else on."""
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -36,9 +37,14 @@ def main(args: Sequence[str] | None = None) -> None:
         if _answer(given):
             return
         # Not at the top: imports torch, which takes seconds.
-        from dg_lightning.cli.program import run
+        from dg_lightning.cli.commands import run
 
         run(given)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:  # a file that was named cannot be read
+        raise refusal(f"{error}.", error) from error
     except KeyboardInterrupt:  # Lightning ends a training well by itself
         sys.stderr.write("dg-lightning: interrupted.\n")
         raise SystemExit(_INTERRUPTED) from None

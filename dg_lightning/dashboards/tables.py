@@ -110,7 +110,7 @@ def read_lines(path: Path) -> Iterator[list[str]]:
     """Yield the lines of a table, heads first; one that is not written to its end is left out."""
     if not path.is_file():
         return
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         whole = (line for line in file if line.endswith("\n"))
         yield from csv.reader(whole)
 

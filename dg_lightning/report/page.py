@@ -35,6 +35,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         run = folder if is_run(folder) else _newest_run(folder)
         page = _page(str(run), run_part(read_run(run)))
     path = folder / "report.html" if output is None else output
+    if path.suffix != ".html" and path.exists():
+        raise ValueError(f"{str(path)!r} is there already and no report: name a file *.html.")
     if path.is_dir():
         raise ValueError(f"`output` must be a file, got the folder {str(path)!r}: add report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -114,7 +114,10 @@ def _versions(path: Path) -> dict[str, str]:
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:
-    return [{key: float(value) for key, value in row.items() if value} for row in read_rows(path)]
+    try:
+        return [{k: float(value) for k, value in row.items() if value} for row in read_rows(path)]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, or take another run.") from error
 
 
 def _is_test(row: dict[str, float]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -109,6 +110,14 @@ def forget_masks(module: nn.Module) -> bool:
 
 
 def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:
-    if isinstance(checkpoint, str | Path):
+    if not isinstance(checkpoint, str | Path):
+        return checkpoint
+    try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True)
-    return checkpoint
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, ValueError, EOFError, LookupError, OSError, UnpicklingError) as error:
+        raise ValueError(
+            f"{str(checkpoint)!r} holds no masks that can be read: give a checkpoint of tensors "
+            "and plain values."
+        ) from error

@@ -23,7 +23,7 @@ from dg_lightning.study.shared import storage_in
 from dg_lightning.study.tables import summarised, summary_markdown, write_csv
 from dg_lightning.study.training import log_of, run_folder, train_and_test
 
-__all__ = ["Study", "in_workers", "reason_of", "run_study"]
+__all__ = ["Study", "claim_folder", "in_workers", "reason_of", "run_study"]
 
 T = TypeVar("T")
 _LOOK_AGAIN = 2.0  # seconds, while others are still at their last trials
@@ -104,7 +104,7 @@ def run_study(study: Study) -> bool:
     if study.workers < 1:
         raise ValueError(f"`workers` must be at least 1, got {study.workers}.")
     planned = study.planned(study.only)
-    study.folder.mkdir(parents=True, exist_ok=True)
+    claim_folder(study.folder, "study", "search")
     queue = study.queue()
     queue.take_up_lost()
     queue.fill(study.planned(), study.only, study.retry_failed)
@@ -118,6 +118,15 @@ def run_study(study: Study) -> bool:
     if left := queue.unfinished(planned):
         print(f"{left} trials are not done; the same command goes on with them.")
     return not failed and not left
+
+
+def claim_folder(folder: Path, own: str, other: str) -> None:
+    """Make the folder of a study or of a search, which must not be one of the other kind."""
+    if (folder / f"{other}.json").exists():
+        raise ValueError(f"{folder} holds a {other}: give another `output`.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / f"{own}.json").exists():
+        write_text(folder / f"{own}.json", "{}\n")
 
 
 def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers: int) -> None:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
 from dg_lightning.study.findings import dominated_by, values_of, write_results
-from dg_lightning.study.runner import in_workers, reason_of
+from dg_lightning.study.runner import claim_folder, in_workers, reason_of
 from dg_lightning.study.settings import as_option, what_is_trained
 from dg_lightning.study.shared import SharedStudy, storage_in
 from dg_lightning.study.training import Stopwatch, train
@@ -197,7 +197,7 @@ def run_search(search: Search) -> bool:
     names = [parameter.name for parameter in search.parameters]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"`parameters` must be different dotted options, got {names}.")
-    search.folder.mkdir(parents=True, exist_ok=True)
+    claim_folder(search.folder, "search", "study")
     shared = search.study()
     known = shared.trials(*TrialState)
     asked = hashlib.sha256(search.fingerprint.encode()).hexdigest()

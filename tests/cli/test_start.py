@@ -95,10 +95,10 @@ def test_an_interruption_while_importing_is_one_line(
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, *_: object) -> None:
-            if name == "dg_lightning.cli.program":
+            if name == "dg_lightning.cli.commands":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "dg_lightning.cli.program", raising=False)
+    monkeypatch.delitem(sys.modules, "dg_lightning.cli.commands", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "--shape=[8,4,2]"])
