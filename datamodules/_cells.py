@@ -70,6 +70,8 @@ def values_of(cells: "AnnData", layer: str | None, values: str) -> Any:
             f"name a `layer` with counts{_layers(cells)}, `layer: raw` for `.raw`, or take the "
             "values as they are with `values: log`."
         )
+    if values == "log" and found.nnz and (found.data == np.floor(found.data)).all():
+        raise ValueError(f"{where} has whole numbers only, so it is counts: leave `values` out.")
     if values == "log" and found.data.max(initial=0) > _LARGEST_LOG:
         raise ValueError(
             f"{where} has values up to {found.data.max():.0f}, so it is no logarithms: leave "

@@ -69,6 +69,9 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"{source} holds no checkpoint of a Trainer: give another one.")
     if not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{source} holds no `state_dict`, the weights: give another checkpoint.")
+    for name, tensor in content["state_dict"].items():
+        if isinstance(tensor, torch.Tensor) and bool(tensor.isnan().any()):
+            raise ValueError(f"{source} holds weights that are no numbers ({name}): give another.")
     for key in _OUTDATED:
         if key in content:
             raise ValueError(

@@ -28,6 +28,11 @@ from dg_lightning.whole_net import CountWholeNet, WholeNet
 
 __all__ = ["GatedClassifier"]
 
+_SPARSE = (
+    "The model was sparse, and no callback of this training keeps it so: its missing connections "
+    "will come back; add StaticSparse, RigL or another."
+)
+
 
 class GatedClassifier(TrustedLoading):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
@@ -94,6 +99,8 @@ class GatedClassifier(TrustedLoading):
             num_classes = (net.get("init_args") or {}).get("num_classes")
         if num_classes is None:
             raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
+        if num_classes < 2:
+            raise ValueError(f"There must be at least 2 classes to tell apart, got {num_classes}.")
         self.num_classes = num_classes
         sizes: dict[str, Any] = {"num_classes": num_classes}
         if input_shape is not None:
@@ -112,11 +119,19 @@ class GatedClassifier(TrustedLoading):
         self.gate_clip_norm = gate_clip_norm
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
+        if gate_lr_factor < 0:
+            raise ValueError(f"`gate_lr_factor` must be at least 0, got {gate_lr_factor}.")
+        if gate_clip_norm is not None and gate_clip_norm <= 0:
+            raise ValueError(f"`gate_clip_norm` must be above 0, got {gate_clip_norm}.")
         self.balanced = class_weights == "balanced"
         weights = [1.0] * num_classes if self.balanced else class_weights
         if weights is not None and len(weights) != num_classes:
             raise ValueError(
                 f"`class_weights` must have {num_classes} entries, one a class, got {len(weights)}."
+            )
+        if isinstance(class_weights, list) and (min(class_weights) < 0 or not any(class_weights)):
+            raise ValueError(
+                f"`class_weights` must be at least 0, and one above, got {class_weights}."
             )
         # A buffer, so that a checkpoint evaluates with the weights that it was trained with.
         self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
@@ -141,13 +156,8 @@ class GatedClassifier(TrustedLoading):
     @override
     def setup(self, stage: str) -> None:
         self._is_counted = False  # inputs may be of another size
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        nobody_keeps_masks = not any(hasattr(c, "connections") for c in callbacks)
-        if stage == "fit" and nobody_keeps_masks and forget_masks(self):
-            rank_zero_warn(
-                "The model was sparse, and no callback of this training keeps it so: its missing "
-                "connections will come back; add StaticSparse, RigL or another."
-            )
+        if stage == "fit" and not self._keeps_masks() and forget_masks(self):
+            rank_zero_warn(_SPARSE)
         data: Any = getattr(self.trainer, "datamodule", None)
         if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
             data.use_preparation(self.preparation)
@@ -156,7 +166,8 @@ class GatedClassifier(TrustedLoading):
             if own is not None and theirs is not None and _plain(own) != _plain(theirs):
                 raise ValueError(
                     f"The model has {name} {_plain(own)}, {type(data).__name__} has "
-                    f"{_plain(theirs)}: set model.{name}={_plain(theirs)}."
+                    f"{_plain(theirs)}: set model.{name}={_plain(theirs)}, or give the data that a "
+                    "checkpoint was trained on."
                 )
         if self.balanced and stage == "fit":
             weights = getattr(data, "class_weights", None)
@@ -167,6 +178,10 @@ class GatedClassifier(TrustedLoading):
                 )
             assert isinstance(self.class_weights, Tensor)
             self.class_weights.copy_(torch.as_tensor(weights))
+
+    def _keeps_masks(self) -> bool:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(hasattr(callback, "connections") for callback in callbacks)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -326,6 +341,8 @@ class GatedClassifier(TrustedLoading):
         # A fit without that callback would fill them again.
         if self._trainer is None or self._trainer.state.fn != "fit":
             announce_masks(self, saved_masks(checkpoint))
+        elif saved_masks(checkpoint) and not self._keeps_masks():
+            rank_zero_warn(_SPARSE)
         self.preparation = preparation_in(checkpoint)
 
     @override

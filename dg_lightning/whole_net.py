@@ -47,7 +47,7 @@ class CountWholeNet:
     >>> with CountWholeNet(net) as count:
     ...     _ = net(torch.zeros(5, 1, 6))
     >>> count.whole(samples=5)
-    WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24)
+    WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24, uncounted=())
     """
 
     def __init__(self, module: nn.Module) -> None:

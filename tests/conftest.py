@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning.pytorch  # noqa: F401  # here, so that its log is not bound to a captured stream
 import pytest
 import torch
 from hypothesis import settings

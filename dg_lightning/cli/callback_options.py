@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -53,9 +54,9 @@ def _called(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
     there = ", ".join(names) or "none"
     if name in names:
         raise refusal(f"There are {names.count(name)} callbacks {name} ({there}): use a config.")
-    raise refusal(
-        f"There is no callback {name} ({there}): add it with --trainer.callbacks+={name}."
-    )
+    near = get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"add it with --trainer.callbacks+={name}."
+    raise refusal(f"There is no callback {name} ({there}): {hint}")
 
 
 def _set(callback: dict[str, Any], key: str, text: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import nullcontext
+from errno import EFBIG, ENOSPC
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,9 @@ def run(given: list[str]) -> None:
             run_command(given)
     except Exception as error:  # whose fault it is, type and origin tell together
         if is_users_error(error):
-            raise refusal(one_line(str(error)), error) from error
+            is_full = getattr(error, "errno", None) in (ENOSPC, EFBIG)
+            way_out = ": free some space, nothing old is lost." * is_full
+            raise refusal(f"{one_line(str(error))}{way_out}", error) from error
         if passes_own_code(error):  # whoever wrote it wants to see where
             raise
         raise refusal(unexpected(error), error, status=1) from error

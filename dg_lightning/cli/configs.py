@@ -96,12 +96,14 @@ def config_path(name: str) -> str:
 
 
 def _check_yaml(path: str) -> None:
-    """Refuse a file that is not text, not YAML, or names Python objects by a tag."""
+    """Refuse a file that is not text, not YAML, no settings by name, or names Python objects."""
     try:
-        for event in yaml.parse(Path(path).read_text("utf-8"), Loader=yaml.SafeLoader):
+        text = Path(path).read_text("utf-8")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if getattr(event, "tag", None) is not None:
                 line = event.start_mark.line + 1
                 raise refusal(f"{path}, line {line}: a config holds plain values, not tags.")
+        settings = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise refusal(f"{path} is not text: {error}.", error) from error
     except yaml.YAMLError as error:
@@ -109,3 +111,19 @@ def _check_yaml(path: str) -> None:
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise refusal(f"{path}{where} is not YAML: {problem}.", error) from error
+    if not isinstance(settings, yaml.MappingNode):
+        raise refusal(f"{path} holds no settings: write them as `name: value`.")
+    _check_keys(path, settings)
+
+
+def _check_keys(path: str, node: yaml.Node) -> None:
+    """Refuse a key that stands twice in one place: the first one would be lost."""
+    seen = set()
+    for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+        key, value = item if isinstance(item, tuple) else (None, item)
+        if key is not None and key.value in seen:
+            line = key.start_mark.line + 1
+            raise refusal(f"{path}, line {line}: {key.value!r} stands twice: keep one of them.")
+        if key is not None and isinstance(key.value, str):
+            seen.add(key.value)
+        _check_keys(path, value)

@@ -97,7 +97,7 @@ def one_line(message: str) -> str:
         first = " ".join(message.split("\n\t", 2)[1].split())[:200]
         return f"The weights of the checkpoint do not fit the net: {first}"
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
-    lines = [line.strip(" -") for line in message.splitlines()]
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     reasons = [line for line in lines if line and not _FRAME.match(line)]
     if not reasons:  # the report is a single line
         return message.strip()

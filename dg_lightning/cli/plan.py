@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from dg_lightning.files import replacing
 from dg_lightning.plan import Curve, plan_of, risks
 from dg_lightning.schedules import Clock
 
@@ -137,5 +138,5 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
                 epochs.set_xticks([n * clock.steps_per_epoch for n in numbers], map(str, numbers))
                 epochs.set_xlabel("epoch", fontsize=8)
     axes[-1].set_xlabel("optimizer step")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, dpi=120, format=path.suffix.removeprefix("."))

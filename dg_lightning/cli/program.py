@@ -22,7 +22,7 @@ from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
-from dg_lightning.cli.runs import newest_checkpoint, refuse_taken_folder, with_run_folder
+from dg_lightning.cli.runs import free_version, newest_checkpoint, with_run_folder
 from dg_lightning.files import WholeFileCheckpointIO
 from dg_lightning.spec import check_classes, import_class, modules_named
 from dg_lightning.step_hooks import leave_out_empty_hooks
@@ -103,7 +103,8 @@ class GateCLI(LightningCLI):
             loggers = with_run_folder(self._plain()["trainer"])
             if loggers is not None:
                 self._change({"trainer": {"logger": loggers}})
-            refuse_taken_folder(self._plain()["trainer"])
+            if (free := free_version(self._plain()["trainer"])) is not None:
+                self._change({"trainer": {"logger": free}})
 
     @property
     def _settings(self) -> Namespace:
@@ -152,9 +153,11 @@ class GateCLI(LightningCLI):
         arguments = settings.get("model.init_args") or Namespace()
         parameters = inspect.signature(import_class(settings.model.class_path, object)).parameters
         for name, value in saved.items():
+            if name not in arguments or name not in parameters:
+                continue
             # The parser would import what a text names, unless it is to be a text.
             is_text = isinstance(value, str) and parameters[name].annotation is str
-            if name in arguments and (is_text or isinstance(value, (bool, int, float))):
+            if is_text or isinstance(value, (bool, int, float)):
                 arguments[name] = value
 
     def _take_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:

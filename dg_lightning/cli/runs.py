@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.cli.configs import config_name, config_path
 from dg_lightning.cli.refusal import refusal
@@ -14,9 +16,9 @@ from dg_lightning.cli.refusal import refusal
 __all__ = [
     "RUN_FILE",
     "add_config_option",
+    "free_version",
     "newest_checkpoint",
     "newest_run",
-    "refuse_taken_folder",
     "with_run_folder",
 ]
 
@@ -39,16 +41,23 @@ def with_run_folder(trainer: Mapping[str, Any]) -> list[Any] | None:
     return [*(csv or [own]), *others]
 
 
-def refuse_taken_folder(trainer: Mapping[str, Any]) -> None:
-    """Refuse a version that is given and holds a run already: its tables would be lost."""
+def free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
+    """Return the loggers with a version that no run has yet; None if theirs is free.
+
+    The tables of a run would be lost where another one gets the same version.
+    """
     loggers = _loggers(trainer)
     options = (loggers[0].get("init_args") or {}) if loggers and _is_csv(loggers[0]) else {}
-    if (version := options.get("version")) is None:
-        return
+    if loggers is None or (version := options.get("version")) is None:
+        return None
     name = version if isinstance(version, str) else f"version_{version}"
-    folder = _places(trainer)[0] / name
-    if (folder / RUN_FILE).exists():
-        raise refusal(f"{folder} holds a run already: leave --trainer.logger.version out.")
+    place = _places({**trainer, "callbacks": None})[0]
+    if not (place / name / RUN_FILE).exists():
+        return None
+    free = next(f"{name}_{k}" for k in count(1) if not (place / f"{name}_{k}").exists())
+    rank_zero_info(f"{place / name} holds a run already: this one is in {place / free}.")
+    first = {**loggers[0], "init_args": {**options, "version": free}}
+    return [first, *loggers[1:]]
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:

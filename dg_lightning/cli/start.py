@@ -40,6 +40,14 @@ def main(args: Sequence[str] | None = None) -> None:
         from dg_lightning.cli.commands import run
 
         run(given)
+    except SystemExit as ended:
+        # Lightning ends a training that is interrupted by itself, with another status.
+        if isinstance(ended.__context__, KeyboardInterrupt) and given[0] == "fit":
+            sys.stderr.write(
+                "dg-lightning: interrupted; `fit --ckpt_path last` goes on from here.\n"
+            )
+            raise SystemExit(_INTERRUPTED) from None
+        raise
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

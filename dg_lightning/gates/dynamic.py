@@ -54,6 +54,8 @@ class DynamicGate(Gate):
         layers: list[nn.Module]
         if network == "linear":
             layers = [nn.Linear(in_features, self.blocks, **kind)]
+        elif min(rank, hidden) < 1:
+            raise ValueError(f"`rank` and `hidden` must be at least 1, got {rank}, {hidden}.")
         elif network == "low_rank":
             first = nn.Linear(in_features, rank, bias=False, **kind)
             layers = [first, nn.Linear(rank, self.blocks, **kind)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.compute import decision_macs, executed_macs, linear_maps
+from dg_lightning.files import replacing
 from dg_lightning.layers import GatedMLP
 from dg_lightning.protocol import gate_layers
 from dg_lightning.runtime.block_gated import BlockGatedMLP
@@ -219,10 +220,12 @@ def table(rows: Sequence[Row], title: str) -> "Table":
 
 def save(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     names = ["way", "batch_size", "milliseconds", "per_second", "speed_up", "predicted", "realised"]
     names += ["peak_mb", "weights_mb"]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with (
+        replacing(path) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in rows)
@@ -249,5 +252,5 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, dpi=120, format=path.suffix.removeprefix("."))

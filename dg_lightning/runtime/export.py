@@ -75,6 +75,11 @@ def export(
     if not output.name:
         raise ValueError(f"`output` must be a file, got {str(output)!r}: give its name too.")
     ending = _ENDINGS[format]
+    if output.suffix in _ENDINGS.values() and output.suffix != ending:
+        other = output.suffix.removeprefix(".")
+        raise ValueError(f"{output} is to be {format}: give --format {other}, or a file *{ending}.")
+    if output.is_dir():
+        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
     output = output if output.suffix == ending else output.with_name(output.name + ending)
     others = _beside(output, compacted) if format == "safetensors" else {}
     plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
@@ -92,7 +97,7 @@ def export(
         except Exception as error:  # each writer has its own kind for a full disk
             if not isinstance(error, OSError) and "os error" not in str(error).lower():
                 raise
-            raise OSError(f"{output} cannot be written ({error}): free some space.") from error
+            raise OSError(f"{output} cannot be written ({error}): name another place.") from error
         difference = _difference(_reader(format, unfinished), masked, x)
         if not difference < _TOLERANCE:
             raise RuntimeError(

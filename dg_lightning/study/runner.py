@@ -77,6 +77,10 @@ class Study:
 
     def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
         """Return the trials, of the variants in `only` if given."""
+        if only is not None and not only:
+            raise ValueError("`only` names no variant: leave it out to train all.")
+        if not self.output:
+            raise ValueError("`output` must be a folder: name one.")
         for name in only or ():
             if name not in self.variants:
                 there = ", ".join(self.variants)

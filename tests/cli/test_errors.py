@@ -66,6 +66,21 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model.label_smoothing=2"], "`label_smoothing` must be in [0, 1], got 2.0."),
         (["--model.class_weights=ballanced"], "class_weights: expected list or 'balanced'"),
         (["--model.net.hidden=[0]"], "Widths must be at least 1, got [64, 0, 10]."),
+        (["--model.gate_lr_factor=-3"], "`gate_lr_factor` must be at least 0, got -3.0."),
+        (["--model.gate_clip_norm=0"], "`gate_clip_norm` must be above 0, got 0.0."),
+        (["--model.class_weights=[-1,1,1,1,1,1,1,1,1,1]"], "`class_weights` must be at least 0"),
+        (["--model.class_weights=[0,0,0,0,0,0,0,0,0,0]"], "`class_weights` must be at least 0"),
+        (
+            ["--model.net.gate={kind: dynamic, network: mlp, hidden: 0}"],
+            "`hidden` must be at least",
+        ),
+        (["--model.num_classes=1"], "There must be at least 2 classes to tell apart, got 1."),
+        (["--seed_everything=-1"], "-1 is not in bounds"),
+        (["--config=twice.yaml"], "twice.yaml, line 2: 'trainer' stands twice: keep one of them."),
+        (["--config=list.yaml"], "list.yaml holds no settings: write them as `name: value`."),
+        (["--config=empty.yaml"], "empty.yaml holds no settings"),
+        (["--ckpt_path=nan.ckpt"], "'nan.ckpt' holds weights that are no numbers (w): give anoth"),
+        (["--trainer.callbacks.GatePenaltty.weight=1"], "did you mean GatePenalty?"),
         (["--data.num_workers=-1"], "`num_workers` must be at least 0, got -1."),
         (["--data.split_seed=-4"], "`split_seed` must be at least 0, got -4."),
         (
@@ -82,6 +97,11 @@ def test_what_is_wrong_is_said_in_one_line(
     Path("broken.yaml").write_text("model: [unclosed\n  - {")
     Path("binary.yaml").write_bytes(bytes(range(256)))
     torch.save({"a": torch.zeros(2)}, "other.pt")
+    lost = {"pytorch-lightning_version": "2", "state_dict": {"w": torch.tensor([torch.nan])}}
+    torch.save(lost, "nan.ckpt")
+    Path("twice.yaml").write_text("trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}\n")
+    Path("list.yaml").write_text("- a\n- b\n")
+    Path("empty.yaml").write_text("# nothing\n")
     assert message in refused(capsys, "fit", "--config", "digits/dynamicgate", *SMALL, *arguments)
 
 
@@ -90,6 +110,33 @@ def test_evaluating_without_a_trained_checkpoint_is_refused(
 ) -> None:
     line = refused(capsys, "test", "--config", "digits/dynamicgate")
     assert "no checkpoint under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
+
+
+@pytest.mark.parametrize("option", ["accumulate_grad_batches=0", "check_val_every_n_epoch=0"])
+def test_what_nobody_has_foreseen_is_one_line_too(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config=digits/baseline", *SMALL, f"--trainer.{option}"])
+    assert stopped.value.code == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dg-lightning: err")]
+    assert "ZeroDivisionError: " in line
+    assert line.endswith("DG_TRACEBACK=1 shows the traceback.")
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("failing.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Failing(Callback):\n"
+        "    def on_fit_start(self, trainer, pl_module):\n"
+        "        1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ["--config=digits/baseline", *SMALL, "--trainer.callbacks+=failing.Failing"]
+    with pytest.raises(ZeroDivisionError):
+        main(["fit", *options])
 
 
 def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback(

@@ -47,9 +47,9 @@ def test_a_training_that_is_not_finite_has_failed(capsys: pytest.CaptureFixture[
 def test_somebody_elses_module_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("theirs.py").write_text(THEIRS)
+    Path("elses.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = ["--model=theirs.Model", "--data=theirs.Data", "--trainer.max_epochs=1", *SMALL]
+    options = ["--model=elses.Model", "--data=elses.Data", "--trainer.max_epochs=1", *SMALL]
     with pytest.raises(SystemExit) as stopped:
         main(["fit", *options, "--model.lost=true"])
     assert stopped.value.code == 1

@@ -153,6 +153,7 @@ class Net(nn.Module):
     options.append("--trainer.logger.save_dir=own")
     main(["fit", *options, "--model.net.width=7", *SMALL])
     main(["test", *options])
+    monkeypatch.setenv("DG_TRUST", "theirs")
     model = GatedClassifier.load_from_checkpoint(next(Path("own").rglob("last.ckpt")))
     assert model.net.layers[1].out_features == 7  # type: ignore[union-attr,index]
 

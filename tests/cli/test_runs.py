@@ -130,3 +130,14 @@ def test_stacked_configs_are_told_apart_and_a_newer_last_one_is_taken() -> None:
     newer = Path("runs/lightning_logs/version_1/checkpoints/last-v1.ckpt")
     newer.touch()
     assert newest_checkpoint(trainer, [here[0]]) == str(newer)
+
+
+def test_a_version_that_is_taken_is_not_written_over() -> None:
+    options = ["--config=digits/baseline", *SMALL, "--trainer.logger.version=mine"]
+    main(["fit", *options])
+    metrics = Path("runs/digits/baseline/mine/metrics.csv").read_bytes()
+    main(["test", *options])
+    main(["predict", *options])
+    assert Path("runs/digits/baseline/mine/metrics.csv").read_bytes() == metrics
+    assert Path("runs/digits/baseline/mine_1/confusion.csv").exists()
+    assert Path("runs/digits/baseline/mine_2/predictions.csv").exists()
