@@ -36,7 +36,7 @@ print("imported", *sorted(heavy))
         (["xyz"], f"There is no command 'xyz'; there are {', '.join(COMMANDS)}."),
         (["--config=a"], "There is no command '--config=a'"),
         (["fit", "--config", "nowhere.yaml"], "There is no config 'nowhere.yaml'"),
-        (["fit", "-c=digits/basline"], "did you mean digits/baseline?"),
+        (["fit", "-c=digits/dynamcgate"], "did you mean digits/dynamicgate?"),
         (["study", "--config=studies/digit"], "did you mean studies/digits?"),
         (["test", "--config=digits/baseline", "--ckpt_path=a.ckpt"], "no checkpoint 'a.ckpt'"),
         (["export", "--ckpt_path", "a.ckpt"], "There is no checkpoint 'a.ckpt'"),
