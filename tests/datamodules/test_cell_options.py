@@ -88,12 +88,14 @@ def test_values_that_are_normalised_already_are_taken_as_they_are() -> None:
     other.setup("predict")
     assert np.array_equal(values(other), chosen)
     with pytest.raises(ValueError, match=r"values up to .*, so it is no logarithms"):
-        of(cells_with_many_counts(), values="log")
+        of(cells_times(50.5), values="log")
+    with pytest.raises(ValueError, match="whole numbers only, so it is counts"):
+        of(cells_times(50), values="log")
 
 
-def cells_with_many_counts() -> anndata.AnnData:
+def cells_times(factor: float) -> anndata.AnnData:
     source = cells()
-    source.X = source.X * 50
+    source.X = source.X * factor
     return source
 
 
