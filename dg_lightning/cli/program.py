@@ -22,7 +22,12 @@ from dg_lightning.cli.configs import with_config_paths
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
 from dg_lightning.cli.plan import PlanningTrainer
-from dg_lightning.cli.runs import free_version, newest_checkpoint, with_run_folder
+from dg_lightning.cli.runs import (
+    claim_run_folder,
+    free_version,
+    newest_checkpoint,
+    with_run_folder,
+)
 from dg_lightning.files import WholeFileCheckpointIO
 from dg_lightning.spec import check_classes, import_class, modules_named
 from dg_lightning.step_hooks import leave_out_empty_hooks
@@ -98,13 +103,14 @@ class GateCLI(LightningCLI):
         assert isinstance(args, list)
         resolved = with_named_callbacks(with_config_paths(args), parser)
         self.config = parser.parse_args(resolved)
-        check_classes(self._plain())
-        if _is_gated_classifier(self._settings):
-            loggers = with_run_folder(self._plain()["trainer"])
-            if loggers is not None:
+        given = self._plain()
+        check_classes(given)
+        if not _is_gated_classifier(self._settings):
+            return
+        for rule in (with_run_folder, free_version):
+            if (loggers := rule(given["trainer"])) is not None:
+                given["trainer"]["logger"] = loggers
                 self._change({"trainer": {"logger": loggers}})
-            if (free := free_version(self._plain()["trainer"])) is not None:
-                self._change({"trainer": {"logger": free}})
 
     @property
     def _settings(self) -> Namespace:
@@ -226,6 +232,8 @@ class GateCLI(LightningCLI):
         if isinstance(self.model, GatedClassifier):
             predicts = self.subcommand == "predict"
             trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
+            if self.config.subcommand != "plan":
+                claim_run_folder(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileCheckpointIO()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

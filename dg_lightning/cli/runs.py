@@ -1,21 +1,27 @@
 """Where runs lie, and which checkpoint a command uses: the newest one of its config."""
 
+import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
 from jsonargparse import ArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.cli.configs import config_name, config_path
 from dg_lightning.cli.refusal import refusal
+from dg_lightning.dashboards import run_folder
 
 __all__ = [
     "RUN_FILE",
     "add_config_option",
+    "claim_run_folder",
     "free_version",
     "newest_checkpoint",
     "newest_run",
@@ -58,6 +64,20 @@ def free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
     rank_zero_info(f"{place / name} holds a run already: this one is in {place / free}.")
     first = {**loggers[0], "init_args": {**options, "version": free}}
     return [first, *loggers[1:]]
+
+
+def claim_run_folder(trainer: Any) -> None:
+    """Make the folder of a run at once, so that a run that starts meanwhile takes the next number.
+
+    A logger numbers its runs by the folders that are there, and makes its own only later.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
+        return
+    logger = trainer.loggers[0]
+    place = Path(logger.save_dir or trainer.default_root_dir, str(logger.name)).resolve()
+    digest = hashlib.sha256(f"{os.getuid()} {place}".encode()).hexdigest()[:16]
+    with FileLock(Path(tempfile.gettempdir(), f"dg-lightning-{digest}.lock")):
+        run_folder(trainer).mkdir(parents=True, exist_ok=True)
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:

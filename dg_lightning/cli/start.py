@@ -117,8 +117,7 @@ def _check_files(command: str, rest: list[str]) -> None:
     for name in options_named(rest, "--config", "-c"):
         config_path(name)
     for path in options_named(rest, "--ckpt_path"):
-        is_elsewhere = "://" in path or path.startswith("registry")
-        if path not in ("last", "null") and not is_elsewhere and not Path(path).exists():
+        if path not in ("last", "null") and "://" not in path and not Path(path).exists():
             raise refusal(
                 f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
             )

@@ -1,8 +1,14 @@
 """What the program says of a training that has failed, or of a net that was never trained."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from typing_extensions import override
 
 from dg_lightning.cli import main
 
@@ -64,8 +70,6 @@ def test_somebody_elses_module_too(
 
 
 def test_a_checkpoint_without_its_parts_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     options = ["--config=digits/baseline", "--trainer.max_epochs=1", *SMALL]
     main(["fit", *options, "--trainer.limit_train_batches=2"])
     good = torch.load(next(Path("runs").rglob("last.ckpt")), weights_only=True)
@@ -80,3 +84,28 @@ def test_a_checkpoint_without_its_parts_is_one_line(capsys: pytest.CaptureFixtur
         err = capsys.readouterr().err.splitlines()
         said = [line for line in err if line.startswith("dg-lightning: error: ")]
         assert (status, len(said)) in ((0, 0), (2, 1)), key
+
+
+class Interrupting(pl.Callback):
+    @override
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_keeps_its_epoch_and_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("interrupting")
+    module.Interrupting = Interrupting  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "interrupting", module)
+    options = ["--config=digits/baseline", *SMALL, "--trainer.max_epochs=3"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *options, "--trainer.callbacks+=interrupting.Interrupting"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.endswith(
+        "interrupted; `fit --ckpt_path last` goes on from here.\n"
+    )
+    main(["fit", *options, "--ckpt_path=last"])
+    newest = max(Path("runs").rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert torch.load(newest, weights_only=True)["epoch"] == 2

@@ -2,14 +2,19 @@
 
 import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from dg_lightning.cli import main
-from dg_lightning.cli.runs import newest_checkpoint, with_run_folder
+from dg_lightning.cli.runs import claim_run_folder, newest_checkpoint, with_run_folder
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -141,3 +146,28 @@ def test_a_version_that_is_taken_is_not_written_over() -> None:
     assert Path("runs/digits/baseline/mine/metrics.csv").read_bytes() == metrics
     assert Path("runs/digits/baseline/mine_1/confusion.csv").exists()
     assert Path("runs/digits/baseline/mine_2/predictions.csv").exists()
+
+
+def test_runs_that_start_at_once_have_a_folder_each() -> None:
+    trainers = [
+        pl.Trainer(logger=CSVLogger("runs", name="x"), accelerator="cpu", max_epochs=1)
+        for _ in range(4)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(claim_run_folder, trainers))
+    assert {path.name for path in Path("runs/x").iterdir()} == {f"version_{i}" for i in range(4)}
+    claim_run_folder(pl.Trainer(logger=CSVLogger("dev"), fast_dev_run=True, accelerator="cpu"))
+    claim_run_folder(pl.Trainer(logger=False, accelerator="cpu"))
+    assert not Path("dev").exists()
+
+
+def test_two_programs_at_once_lose_nothing() -> None:
+    command = [sys.executable, "-m", "dg_lightning", "fit", "--config=digits/baseline", *SMALL]
+    started = [
+        subprocess.Popen([*command, f"--seed_everything={seed}"], stderr=subprocess.DEVNULL)
+        for seed in (1, 2)
+    ]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    configs = [yaml.safe_load(p.read_text()) for p in Path("runs").rglob("version_*/config.yaml")]
+    assert {config["seed_everything"] for config in configs} == {1, 2}
+    assert len(list(Path("runs").rglob("last.ckpt"))) == 2
