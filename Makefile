@@ -3,18 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test kernels lint types lowest clean
+.PHONY: demo test test-all kernels lint types lowest clean
 
 demo: .venv/.installed
 	$(BIN)/python examples/demo.py
 
+# What to run while working: under five minutes on two cores.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal -m "not slow"
+
+# The rest: processes, the browser, the wheel, the README's commands, longer trainings.
+test-all: .venv/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal -m slow
 
 # The tests of our Triton kernels, by its interpreter: no GPU is needed.
 kernels: .venv/.installed-dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[kernels]'
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=auto tests/test_kernel_launch.py tests/*/test_*kernel*.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=auto tests/runtime/test_kernels.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Trainings for the tables: a shipped config with some changes, in a process of its own."""
+"""Train and test modified shipped configs, each in its own process."""
 
 import csv
 import statistics
@@ -16,13 +16,13 @@ import yaml
 def run(
     config: str, seed: int, options: list[str], change: Callable[[dict[str, Any]], None]
 ) -> dict[str, float]:
-    """Train and test a shipped config; return what it logged last.
+    """Train and test a shipped config; return the last logged values.
 
     Args:
-        config: Its short name.
-        seed: The seed.
-        options: What is passed on to the program.
-        change: Changes the content of the config.
+        config: Short name of the config.
+        seed: The random seed.
+        options: Further command-line options.
+        change: Modifies the content of the config in place.
     """
     with tempfile.TemporaryDirectory() as folder:
         shipped = files("dg_lightning.configs").joinpath(f"{config}.yaml")
@@ -47,6 +47,6 @@ def run(
 
 
 def figure(values: list[float]) -> str:
-    """Write mean and standard deviation."""
+    """Format mean and standard deviation."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.2%} ± {spread:.2%}"

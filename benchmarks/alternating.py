@@ -1,9 +1,9 @@
-"""Compare ways of training in one run, in turns: slow spells of the machine hit all of them.
+"""Compare variants of training by alternating them in one run, so that noise affects all of them.
 
-Machines are noisy: for a while all steps take a fifth longer, and single ones many times as long.
-So the ways alternate; a step is measured by the usual one around it; and of the steps at the same
-place of a cycle (as between two updates) the median is taken, before they are added up. What
-belongs to a place, as an update, stays in; what hits any step does not.
+Machines are noisy: sometimes all steps take a fifth longer, and single steps many times as long.
+So the variants alternate, and each step is divided by the typical baseline step around it. Steps at
+the same position of a cycle (such as between two updates) are reduced to their median before they
+are averaged: regular costs, such as an update, are kept; random outliers are removed.
 """
 
 import itertools
@@ -19,7 +19,7 @@ __all__ = ["Repeated", "StepTimes", "turns"]
 
 
 class Repeated:
-    """A loader that gives one batch again and again, without any cost."""
+    """A loader that repeats one batch at no cost."""
 
     def __init__(self, batch: Any, times: int = 100_000) -> None:
         self.batch, self.times = batch, times
@@ -32,14 +32,14 @@ class Repeated:
 
 
 def turns(names: list[str], base: str, cycle: int, stretch: int, rounds: int) -> Iterator[str]:
-    """Give the name of every step: each way in turns with the base, both at every place.
+    """Yield the variant of every step: each alternates with the base, both at every position.
 
     Args:
-        names: The ways to compare.
-        base: The one to compare with.
-        cycle: Steps after which what is not done in every step comes again.
-        stretch: Steps of the same way in a row; must divide the cycle.
-        rounds: How often every way has as many steps as a cycle, after the first time.
+        names: The variants to compare.
+        base: The baseline.
+        cycle: Period, in steps, of work that is not done in every step.
+        stretch: Consecutive steps of the same variant; must divide the cycle.
+        rounds: Cycles measured per variant, after a first one.
     """
     for _ in range(rounds + 1):
         for name in names:
@@ -49,38 +49,38 @@ def turns(names: list[str], base: str, cycle: int, stretch: int, rounds: int) ->
 
 
 class StepTimes:
-    """The seconds of every step, by what was done in it and its place in the cycle.
+    """Step times in seconds, by variant and position in the cycle.
 
     Args:
-        base: The way that the others are measured by.
-        cycle: Steps after which what is not done in every step comes again.
-        stretch: Steps of the same way in a row.
-        ways: How many ways are compared with the base; the first round of all is left out.
+        base: The baseline.
+        cycle: Period, in steps, of work that is not done in every step.
+        stretch: Consecutive steps of the same variant.
+        ways: Number of variants compared with the base; the first round of each is discarded.
     """
 
     def __init__(self, base: str, cycle: int, stretch: int, ways: int = 1) -> None:
         self.base, self.cycle, self._stretch = base, cycle, stretch
         self._first = 2 * cycle * ways
-        self._reach = stretch + 10  # steps around one that tell how long a usual one takes
+        self._reach = stretch + 10  # neighbouring steps that define the typical time
         self.steps: list[tuple[str, float]] = []
         self._begun = 0.0
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start timing a step."""
         self._begun = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Take the time of a step. A GPU is waited for before another way has its turn."""
+        """Record the time of a step; synchronise the GPU before the variant changes."""
         if torch.cuda.is_available() and (len(self.steps) + 1) % self._stretch == 0:
             torch.cuda.synchronize()
         self.steps.append((name, time.perf_counter() - self._begun))
 
     def seconds(self) -> float:
-        """Return the time of a usual step of the base."""
+        """Return the median step time of the base."""
         return statistics.median(seconds for name, seconds in self.steps if name == self.base)
 
     def ratios(self) -> dict[str, float]:
-        """Return by name the time of a step over one of the base."""
+        """Return the step time of each variant relative to the base."""
         places: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in range(self.cycle)])
         for index, (name, seconds) in enumerate(self.steps):
             if index >= self._first:

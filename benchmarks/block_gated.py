@@ -1,15 +1,15 @@
-"""How much faster a net is that runs only the blocks its samples open, against the dense net.
+"""Speed-up over the dense net when only the open blocks of each sample are computed.
 
     python benchmarks/block_gated.py
     python benchmarks/block_gated.py --device cuda
 
-A feed-forward d-H-d with a linear gate that opens a quarter of the blocks, other ones for each
-sample. The gate's decision and all routing are counted. Dense is two linear layers with a ReLU
-between them, without any gate. All is measured in turns, and medians are compared.
+A feed-forward net d-H-d with a linear gate that opens a quarter of the blocks, different ones for
+each sample. Gate and routing are included. Dense is two linear layers with a ReLU in between,
+without gates. Variants are measured alternately and compared by their medians.
 
-On a CPU in float32. On a GPU in bfloat16: `graph` is the net recorded as a CUDA graph on a fixed
-input tensor (`BlockGatedMLP.record`), and dense the faster one of eager and recorded. A training
-step is forward and backward of inputs and all parameters.
+CPUs use float32, GPUs bfloat16. On a GPU, `graph` is the net recorded as a CUDA graph on a fixed
+input tensor (`BlockGatedMLP.record`), and dense is the faster of eager and recorded. A training
+step is forward and backward, for inputs and all parameters.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from dg_lightning.runtime.bench import random_net
 from dg_lightning.runtime.timing import median_seconds
 
 OPEN = 0.25
-LEAST = 0.05  # seconds of a measurement: work is queued up as in a real loop
+LEAST = 0.05  # seconds per measurement: work is queued as in a real loop
 
 
 class Case(NamedTuple):
-    """A net, a batch, and what must be reached."""
+    """A net, a batch and the required speed-ups."""
 
     batch: int
     width: int
     hidden: int
     block: int
-    least: float | None  # times as fast as dense, forward
+    least: float | None  # forward speed-up over dense
     least_training: float | None = None
 
 
@@ -104,9 +104,9 @@ def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> d
 
 @torch.no_grad()
 def open_exactly(share: float, gate: Any, x: Tensor) -> float:
-    """Shift a gate, so that this very batch opens that share of the blocks; return what it is.
+    """Shift a gate until this batch opens the given share of blocks; return the actual share.
 
-    One sample of a net that opens a quarter on average may open a third.
+    A single sample may deviate: with a quarter open on average, it may open a third.
     """
     edge = torch.quantile(gate.logits(x).float().flatten(), 1 - share)
     gate.shift_bias(-float(edge))

@@ -1,10 +1,10 @@
-"""How well BudgetController hits a budget: executed MACs over seeds, on several datasets.
+"""Accuracy of BudgetController: executed MACs against the budget, over datasets and seeds.
 
     python benchmarks/budget_controller.py --root DIR
 
-Trains the config <dataset>/dynamicgate for every budget and seed, and tests it. MACs are those of
-the test part, from the compute ledger, as a share of the dense ones; accuracy is of the validation
-and of the test part.
+Trains and tests the config <dataset>/dynamicgate for every budget and seed. MACs are a share of
+the dense MACs, measured by the compute ledger on the test set; accuracy is reported for validation
+and test.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.table import Table
 
 
 def run_with(dataset: str, budget: float | None, seed: int, options: list[str]) -> dict[str, float]:
-    """Train and test with a budget."""
+    """Train and test with a budget, or the dense baseline if None."""
 
     def set_budget(config: dict[str, Any]) -> None:
         if budget is not None:

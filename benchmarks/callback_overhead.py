@@ -1,11 +1,12 @@
-"""What the gate callbacks cost: the time of a training step with them against the one without.
+"""Overhead of the gate callbacks: time of a training step with and without them.
 
     python benchmarks/callback_overhead.py
-    python benchmarks/callback_overhead.py --device cuda
+    python benchmarks/callback_overhead.py --device cuda --hidden 8192 4096 --batch 2048
+    python benchmarks/callback_overhead.py --device cuda  # launch-bound: no limit
 
-One training of a GatedClassifier, as the shipped configs have it: Lightning's Trainer, a CSV
-logger, checkpoints. The callbacks come and go, see alternating.py: in blocks of steps on a CPU, on
-a GPU for ten steps at a time. The slow ones check once a block.
+One training run of a GatedClassifier as in the shipped configs: Lightning's Trainer, a CSV logger
+and checkpoints. Callbacks are switched on and off (see alternating.py) in blocks of steps on a CPU
+and every ten steps on a GPU. Callbacks with periodic checks run them once per block.
 """
 
 import argparse
@@ -33,14 +34,14 @@ from dg_lightning.callbacks import (
     TemperatureAnnealing,
     ThresholdPhases,
 )
-from dg_lightning.schedules import Schedule
+from dg_lightning.schedules.schedule import Schedule
 
-BLOCK = 50  # steps; the slow callbacks check every 50
-TOTAL = 100_000  # steps that schedules are made for; the training ends earlier
+BLOCK = 50  # steps between the checks of periodic callbacks
+TOTAL = 100_000  # length of the schedules; training ends earlier
 
 
 class Switch(pl.Callback):
-    """Lets callbacks come and go, in turns, and times the steps."""
+    """Alternates between sets of callbacks and times the steps."""
 
     def __init__(self, variants: dict[str, list[Any]], rounds: int, stretch: int) -> None:
         self.variants = variants
@@ -50,7 +51,7 @@ class Switch(pl.Callback):
         self.now: str | None = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Take the time of a step, and choose who acts in the next one."""
+        """Record the step time and choose the callbacks of the next step."""
         if self.now is not None:
             self.times.end(self.now)
         elif trainer.global_step % BLOCK:
@@ -61,7 +62,7 @@ class Switch(pl.Callback):
         floor: Any = next((c.min_open for c in acting if isinstance(c, MinimumActivity)), 0)
         for gate in gate_layers(pl_module).values():
             gate.set_min_open(floor)
-        if trainer.global_step % BLOCK == 0:  # else what was missed would be made up for
+        if trainer.global_step % BLOCK == 0:  # do not catch up on missed checks
             for callback in itertools.chain(*self.variants.values()):
                 if isinstance(callback, CollapseDetector):
                     callback._checked_at = trainer.global_step
@@ -73,12 +74,12 @@ class Switch(pl.Callback):
 
 
 def stretch(device: str) -> int:
-    """Return how many steps in a row are alike."""
+    """Return the number of consecutive steps of the same variant."""
     return 10 if device == "cuda" else BLOCK
 
 
 def variants(pressing: Any) -> dict[str, list[Any]]:
-    """Return what is compared; the first one has no gate callback."""
+    """Return the variants to compare; the first has no gate callbacks."""
     schedules = [TemperatureAnnealing(), ThresholdPhases()]
     guards = [CollapseDetector(), ExactResume()]
     floor = [MinimumActivity(0.05)]
@@ -93,9 +94,9 @@ def variants(pressing: Any) -> dict[str, list[Any]]:
 
 
 def measure(gate: Any, pressing: Any, batch: Any, arguments: Any) -> dict[str, float]:
-    """Return by variant the ratio of a step to one without callbacks; `ms` is how long that is."""
+    """Return the step time of each variant relative to `none`, and in `ms` that of `none`."""
     torch.manual_seed(0)
-    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [1024, 512], "gate": gate}}
+    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": arguments.hidden, "gate": gate}}
     model = GatedClassifier(net, input_shape=[3072], num_classes=10)
     compared = variants(pressing)
     if arguments.only_all:
@@ -107,7 +108,7 @@ def measure(gate: Any, pressing: Any, batch: Any, arguments: Any) -> dict[str, f
             devices=1,
             max_steps=TOTAL,
             callbacks=[*compared["all"], ModelCheckpoint(folder), switch],
-            # Written to the disk in every block: else it would be in every second one.
+            # Flush in every block; by default it would be every second one.
             logger=CSVLogger(folder, flush_logs_every_n_steps=BLOCK),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -121,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 512])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only-all", action="store_true", help="not one by one")
     parser.add_argument("--gates", nargs="+", default=["static", "low-rank"])
@@ -135,19 +137,21 @@ def main() -> None:
         "static": {"kind": "static"},
         "low-rank": {"kind": "dynamic", "network": "low_rank", "rank": 32},
     }
-    bar = 1.05 if arguments.device == "cpu" else 1.10
     for kind in arguments.gates:
         for pressing in (
             GatePenalty(Schedule(0.01, 0.1), "expected_macs"),
             BudgetController(0.25, begin=0, every_n_steps=BLOCK),
         ):
             measured = measure(gates[kind], pressing, batch, arguments)
-            title = f"3072-1024-512-10, {kind} gates, batch {arguments.batch}, {arguments.device}"
-            table = Table(title=f"{title}, {measured.pop('ms'):.3f} ms a step")
+            milliseconds = measured.pop("ms")
+            bar = "1.05" if arguments.device == "cpu" or milliseconds >= 10 else ""
+            shape = "-".join(map(str, [3072, *arguments.hidden, 10]))
+            title = f"{shape}, {kind} gates, batch {arguments.batch}, {arguments.device}"
+            table = Table(title=f"{title}, {milliseconds:.3f} ms a step")
             for column in ("callbacks", "ratio to none", "at most"):
                 table.add_column(column, justify="left" if column == "callbacks" else "right")
             for name, ratio in measured.items():
-                table.add_row(name, f"{ratio:.3f}", f"{bar}" if name == "all" else "")
+                table.add_row(name, f"{ratio:.3f}", bar if name == "all" else "")
             Console().print(table)
 
 

@@ -1,8 +1,8 @@
-"""What a rescue is worth: MNIST trainings that collapse, with and without it, and a healthy one.
+"""Benefit of rescues: collapsing MNIST runs with and without a rescue, and a healthy run.
 
     python benchmarks/collapse_rescue.py --root DIR
 
-Prints accuracy and executed MACs of the validation part, and what the detector said.
+Prints validation accuracy, executed MACs, and the failure modes that were detected.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from rich.table import Table
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import CollapseDetector, GatePenalty, ThresholdPhases
 from dg_lightning.datamodules import MNISTDataModule
-from dg_lightning.schedules import Phase, Schedule
+from dg_lightning.schedules.schedule import Phase, Schedule
 
 
 def trainings() -> dict[str, tuple[list[Any], CollapseDetector]]:
-    """Return the callbacks of each training."""
+    """Return the callbacks of each training run."""
     ramp = Schedule(0.0, 1.0, begin=0.1, until=0.6)
     strong = Schedule(0.0, 200.0, "step", begin=0.2)
     phases = [Phase(0.9, 0.55, 1.0), Phase(0.02, 0.97, 50.0, begin=0.5)]
@@ -37,7 +37,7 @@ def trainings() -> dict[str, tuple[list[Any], CollapseDetector]]:
 
 
 def main() -> None:
-    """Train each of them and print the table."""
+    """Train all variants and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", default=os.environ.get("DG_DATA", "data"))
     parser.add_argument("--epochs", type=int, default=8)

@@ -1,14 +1,14 @@
-"""How much of the saved MACs of static gates is real, and how fast exported studies are.
+"""Real speed-up of static gates compared with the saved MACs, and speed of exported nets.
 
     python benchmarks/compaction.py
     python benchmarks/compaction.py runs/mnist runs/pbmc3k
 
-Without arguments: 2048-8192-2048 on a CPU with a quarter of its hidden units open, compact against
-dense. With folders: every checkpoint `last.ckpt` below them, exported as safetensors, loaded again,
-and timed against the net of its dataset's folder `baseline` (or itself without its gates), on the
-data that its config names where that is there. As `dg-lightning export` does it, gates that look at
-the input and cost more than they save are frozen; a row of its own shows the net with them. All is
-measured in turns, and medians are compared.
+Without arguments: a 2048-8192-2048 net on a CPU with a quarter of its hidden units open, compact
+against dense. With folders: every `last.ckpt` below them is exported as safetensors, reloaded and
+timed against the `baseline` of its dataset (or itself without gates), on the data of its config if
+available. As in `dg-lightning export`, input-dependent gates that cost more than they save are
+frozen; the net with its gates kept has its own row. Variants are measured alternately and compared
+by their medians.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dg_lightning.cli.trained import batches, data_of, inputs_of, net_of
-from dg_lightning.layers import GatedMLP
+from dg_lightning.cli.trained import batches, load_data, load_inputs, load_net
+from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
 from dg_lightning.runtime.bench import predicted_speed_up, random_net
 from dg_lightning.runtime.choice import accuracies, without_gates
 from dg_lightning.runtime.timing import median_seconds
 
-LEAST = 0.9  # of the predicted speed-up
+LEAST = 0.9  # required share of the predicted speed-up
 BATCHES = (1, 32, 1024)
 
 
@@ -66,9 +66,9 @@ def studies(folders: list[Path], rounds: int) -> Table:
     paths = sorted(path for folder in folders for path in folder.rglob("last.ckpt"))
     for path in paths:
         variant, dataset = path.parents[2].name, path.parents[3].name
-        net, data = net_of(str(path)), data_of(str(path), None)
+        net, data = load_net(str(path)), load_data(str(path), None)
         baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
-        dense: GatedMLP = net_of(str(baseline[-1])) if baseline else without_gates(net)
+        dense: GatedMLP = load_net(str(baseline[-1])) if baseline else without_gates(net)
         plain_dense = fastest_compact(dense, BATCHES).net
         if data is None:
             chosen, small = net, fastest_compact(net, BATCHES)
@@ -78,7 +78,7 @@ def studies(folders: list[Path], rounds: int) -> Table:
         rows = {f"{dataset}/{variant}": (chosen, small)}
         if chosen is not net:
             rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_compact(net, BATCHES))
-        inputs = inputs_of(str(path), max(BATCHES))
+        inputs = load_inputs(str(path), max(BATCHES))
         for name, (meant, made) in rows.items():
             with tempfile.TemporaryDirectory() as folder:
                 ours = export(meant, made, "safetensors", Path(folder, "net")).run

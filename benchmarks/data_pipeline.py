@@ -1,12 +1,12 @@
-"""How fast batches come: an epoch of ours against the ordinary per-sample route, in one run.
+"""Data loading speed: an epoch of our loaders against per-sample loading, in one run.
 
     python benchmarks/data_pipeline.py --root data
 
-The ordinary route is the dataset of torchvision or torchaudio with the transforms that give the
-same values, behind a torch `DataLoader` with 0 and with 2 workers, whichever is faster. An epoch is
-all training samples in shuffled batches. The first epoch of both starts from the files on disk:
-ours decodes them and writes its cache. Every epoch is timed in a process of its own or after a
-first one, in turns; peak memory is that of the process and of its largest worker together.
+The ordinary route is a torchvision or torchaudio dataset with transforms that give the same values,
+and a torch `DataLoader` with 0 or 2 workers, whichever is faster. An epoch is all training samples
+in shuffled batches. The first epoch of both routes starts from the files on disk; ours decodes them
+and writes its cache. Routes are measured alternately, each in its own process; peak memory is that
+of the process plus its largest worker.
 """
 
 import argparse
@@ -36,17 +36,17 @@ BATCH = {"MNIST": 128, "CIFAR10": 128, "SpeechCommands": 256}
 def ours(name: str, root: str, cache: str) -> Callable[[], Iterable[Any]]:
     options: dict[str, Any] = {"root": root, "cache_dir": cache, "batch_size": BATCH[name]}
     if name == "SpeechCommands":
-        options["silence"] = 0  # the ordinary route has only the clips
+        options["silence"] = 0  # the ordinary route has no silent clips
     data = getattr(datamodules, f"{name}DataModule")(**options)
     data.prepare_data()
     data.setup("fit")
-    # The ordinary route has no validation part: take both, so that the samples are as many.
+    # The ordinary route has no validation split: load both, for the same number of samples.
     loaders = [data.train_dataloader()] + [data.val_dataloader()] * (name != "SpeechCommands")
     return lambda: (batch for loader in loaders for batch in loader)
 
 
 class SpokenWords(Dataset[Any]):
-    """The clips of torchaudio's list, read and transformed one at a time."""
+    """Clips listed by torchaudio, read and transformed one at a time."""
 
     def __init__(self, root: str) -> None:
         from torchaudio.datasets import SPEECHCOMMANDS
@@ -99,9 +99,9 @@ def ordinary(name: str, root: str, workers: int) -> Callable[[], Iterable[Any]]:
 
 
 def measure(route: str, name: str, root: str, cache: str, epochs: int) -> dict[str, Any]:
-    """Time epochs of one route, the first one from the files."""
+    """Time epochs of one route; the first starts from the files."""
     for package in ("sklearn.model_selection", "soundfile", "torchaudio", "torchvision"):
-        import_module(package)  # what is imported is not what is measured
+        import_module(package)  # do not measure imports
     times, samples = [], 0
     start = time.perf_counter()
     if route == "ours":
@@ -118,7 +118,7 @@ def measure(route: str, name: str, root: str, cache: str, epochs: int) -> dict[s
 
 
 def main() -> None:
-    """Measure every route in turns, each in a process of its own, and print the ratios."""
+    """Measure the routes alternately, each in its own process, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,9 +1,9 @@
-"""What gates cost in training: the time of a training step against the dense one, in one run.
+"""Overhead of gates in training: time of a training step against the dense one, in one run.
 
     python benchmarks/gate_overhead.py
 
-A step is forward, loss, backward and optimizer. Variants are timed in turns, so that a slow spell
-of the machine hits all of them, and compared by their medians.
+A step is forward, loss, backward and optimizer. Variants are timed alternately, so that noise
+affects all of them, and compared by their medians.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
         for name, step in steps.items():
             start = time.perf_counter()
             step()
-            if turn >= 3:  # the first turns warm up
+            if turn >= 3:  # warm-up
                 seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     setting = f"batch {arguments.batch}, {arguments.device}"

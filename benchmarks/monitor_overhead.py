@@ -1,11 +1,11 @@
-"""What it costs to see the gates: training with `GateMonitor` against the one without it.
+"""Overhead of `GateMonitor`: training with and without it.
 
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda
 
-First a training step, as in callback_overhead.py. Then whole epochs of
-the size of MNIST, validation included, ten with and ten without in turns: with a CSV logger
-(scalars and files), and with TensorBoard (pictures too, every ten epochs).
+First a training step, as in callback_overhead.py. Then whole epochs of the size of MNIST, including
+validation, alternating ten with and ten without: with a CSV logger (scalars and files), and with
+TensorBoard (also figures, every ten epochs).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch import Tensor
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import GateMonitor
 
-EPOCHS = 10  # with and without, in turns: as many as lie between two pictures
+EPOCHS = 10  # per group, with and without: the interval between figures
 SIZES = (54_000, 6_000)  # MNIST
 BATCH = 128
 GATES: dict[str, Any] = {
@@ -38,7 +38,7 @@ GATES: dict[str, Any] = {
 
 
 class Batches:
-    """Whole batches cut from tensors that are where the model is."""
+    """Whole batches from tensors on the model's device."""
 
     def __init__(self, samples: int, features: int, device: str) -> None:
         self.x = torch.randn(samples, features, device=device)
@@ -53,21 +53,21 @@ class Batches:
 
 
 class EpochSwitch(pl.Callback):
-    """Lets a monitor act in every second group of epochs, and times the epochs."""
+    """Enables the monitor in every second group of epochs and times the epochs."""
 
     def __init__(self, monitor: GateMonitor) -> None:
         self.monitor = monitor
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Begin an epoch."""
+        """Start an epoch with or without the monitor."""
         self.watched = trainer.current_epoch // EPOCHS % 2 == 1
         others = [c for c in trainer.callbacks if c is not self.monitor]  # type: ignore[attr-defined]
         trainer.callbacks = [self.monitor, *others] if self.watched else others  # type: ignore[attr-defined]
         self.started = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """End it; validation lies behind it."""
+        """Record the time of the epoch, including its validation."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[self.watched].append(time.perf_counter() - self.started)
@@ -93,7 +93,7 @@ def quiet(folder: str, logger: Any, device: str, **arguments: Any) -> pl.Trainer
 
 
 def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> float:
-    """Return a step with the monitor over one without."""
+    """Return the ratio of a step with the monitor to one without."""
     batch: tuple[Tensor, Tensor] = (
         torch.randn(256, 3072, device=device),
         torch.randint(10, (256,), device=device),
@@ -101,9 +101,9 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
     switch = Switch({"none": [], "monitor": [monitor]}, rounds, stretch(device))
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [monitor, ModelCheckpoint(folder), switch]
-        logger = CSVLogger(folder, flush_logs_every_n_steps=BLOCK)  # once a block
+        logger = CSVLogger(folder, flush_logs_every_n_steps=BLOCK)  # once per block
         trainer = quiet(folder, logger, device, callbacks=callbacks, max_steps=100_000)
-        # A validation that never comes: what the default waits for.
+        # Validation is configured but never reached, so that the monitor's default applies.
         trainer.fit(
             model_of(gate, 3072, [1024, 512]), Repeated(batch), Batches(BATCH, 3072, device)
         )
@@ -111,7 +111,7 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
 
 
 def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:
-    """Return the seconds of an epoch without the monitor, and the ratio with it."""
+    """Return the seconds of an epoch without the monitor, and the ratio with it to that."""
     monitor = GateMonitor()
     switch = EpochSwitch(monitor)
     train, val = (Batches(samples, 784, device) for samples in SIZES)
@@ -123,7 +123,7 @@ def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[fl
         trainer = quiet(folder, logger, device, callbacks=callbacks, max_epochs=epochs)
         trainer.fit(model_of(gate, 784, [256]), train, val)
     off, on = switch.seconds[False][EPOCHS:], switch.seconds[True]
-    # Of every group the sum: a picture falls into one of its epochs. Of the groups the median.
+    # Sum within groups, because one epoch per group has figures; median over groups.
     sums = [
         [sum(times[start : start + EPOCHS]) for start in range(0, len(times), EPOCHS)]
         for times in (off, on)
@@ -133,7 +133,7 @@ def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[fl
 
 
 def main() -> None:
-    """Print the ratios, each as soon as it is measured."""
+    """Print each ratio as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="Of blocks of steps.")
     parser.add_argument("--epoch-rounds", type=int, default=3, help="Of groups of epochs.")

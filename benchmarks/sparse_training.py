@@ -1,13 +1,13 @@
-"""Which way to be sparse is best: accuracy of variants over seeds.
+"""Accuracy of sparse training methods over seeds.
 
     python benchmarks/sparse_training.py --root DIR
     python benchmarks/sparse_training.py --root DIR --fused
 
-First, connections that stay against connections that move, at two sparsities (ERK), on MNIST and
-CIFAR-10. With --fused, gates and connections together against each alone, on PBMC3k, with the
-paper's growth rule and with the gate-aware ones, for static gates and for GateNets (low rank, held
-to 15 % of the dense MACs, 5.75 % of which they need themselves). Trains the shipped configs with
-these changes, and tests them.
+By default, compares fixed and rewired connections at two sparsities (ERK) on MNIST and CIFAR-10.
+With --fused, compares gates and sparse connections together with each alone on PBMC3k, with the
+paper's growth rule and the gate-aware rules, for static gates and for GateNets (low rank, with a
+budget of 15 % of the dense MACs; the GateNets alone use 5.75 %). Trains and tests the shipped
+configs with these changes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.table import Table
 
 
 def set_sparsity(sparsity: float | None, interval: int | None, config: dict[str, Any]) -> None:
-    """Change the sparsity, and how often connections move."""
+    """Set the sparsity and the update interval."""
     callback = config["trainer"]["callbacks"][-1]
     if sparsity is not None:
         callback["init_args"]["sparsity"] = sparsity
@@ -31,7 +31,7 @@ def set_sparsity(sparsity: float | None, interval: int | None, config: dict[str,
 
 
 def set_gate_awareness(value: str, nets: bool, config: dict[str, Any]) -> None:
-    """Change how RigL takes gates into account, and the gates."""
+    """Set RigL's `gate_aware` option, and optionally use GateNets."""
     if nets:
         set_gate_nets(config)
     (rigl,) = [c for c in config["trainer"]["callbacks"] if c["class_path"].endswith("RigL")]
@@ -39,7 +39,7 @@ def set_gate_awareness(value: str, nets: bool, config: dict[str, Any]) -> None:
 
 
 def set_gate_nets(config: dict[str, Any]) -> None:
-    """Put GateNets in the place of static gates."""
+    """Replace static gates by GateNets."""
     gate = config["model"]["init_args"]["net"]["init_args"]["gate"]
     gate |= {"kind": "dynamic", "network": "low_rank", "rank": 32}
     (controller,) = [c for c in config["trainer"]["callbacks"] if "Budget" in c["class_path"]]
@@ -92,7 +92,7 @@ def main() -> None:
             cells = [figure([r[f"{part}/accuracy"] for r in results]) for part in ("val", "test")]
             cells.append(figure([r["compute/macs"] / r["compute/macs_dense"] for r in results]))
             table.add_row(config, variant, *cells)
-            print(config, variant, *cells, sep=" | ", flush=True)  # a table takes long to fill
+            print(config, variant, *cells, sep=" | ", flush=True)  # the table comes last
     Console().print(table)
 
 

@@ -1,14 +1,14 @@
-"""How long an epoch of MNIST takes: the whole program against loops that people write by hand.
+"""Duration of an MNIST epoch: the whole program against hand-written training loops.
 
     python benchmarks/training_time.py --root data
 
-Ours is `dg-lightning fit --config mnist/dynamicgate --model.optimizer.fused=true` with every gate
-callback there is, pressing from the first step, a CSV logger and checkpoints (written after an
-epoch, not timed): the first epochs of the config's 50, in this process. The usual loop is a
-torchvision dataset with per-sample transforms, a DataLoader (0 or 2 workers, whichever is faster),
-the same gated net, and a penalty on mean p. The raw loop has the images as tensors, cuts batches by
-index, never asks for a number, and uses a fused optimizer. All see 54,000 images in batches of 128;
-epochs are timed in turns, validation is left out, and the medians of the ratios are compared.
+Ours is `dg-lightning fit --config mnist/dynamicgate --model.optimizer.fused=true` with all gate
+callbacks active from the first step, a CSV logger and checkpoints (written after an epoch, not
+timed): the first epochs of the config's schedule, in this process. The usual loop is a torchvision
+dataset with per-sample transforms, a DataLoader (0 or 2 workers, whichever is faster), the same
+gated net, and a penalty on mean p. The raw loop indexes image tensors, never synchronises on a
+value, and uses a fused optimizer. All use 54,000 images in batches of 128. Epochs are timed
+alternately without validation, and the medians of the ratios are compared.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from dg_lightning.gates import GateSettings
 
 BATCH = 128
 LAMBDA = 1e-3
-FEWEST, MOST = 3.0, 1.5  # the usual loop over ours; ours over the raw loop
+FEWEST, MOST = 3.0, 1.5  # limits: usual loop / ours, ours / raw loop
 GATE: GateSettings = {"kind": "static", "initial_open_rate": 0.8, "min_open": 0.02}
-# Beside the CollapseDetector, ExactResume and BudgetController of the config.
+# In addition to CollapseDetector, ExactResume and BudgetController of the config.
 MORE = [
     "dg_lightning.callbacks.TemperatureAnnealing",
     "dg_lightning.callbacks.ThresholdPhases",
@@ -45,7 +45,7 @@ MORE = [
 
 
 class Lap(pl.Callback):
-    """Lets other loops run between two epochs, and times its own."""
+    """Runs the other loops between epochs and times its own epochs."""
 
     def __init__(self, between: Callable[[], None], rounds: int) -> None:
         self.between, self.rounds = between, rounds
@@ -68,7 +68,7 @@ def gated_net(fused: bool) -> tuple[GatedMLP, torch.optim.Optimizer]:
 
 
 def usual_epoch(loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
-    """Train as most scripts do: a batch from the loader, and the loss summed up for the log."""
+    """Train as most scripts do: batches from a DataLoader, and the loss summed for logging."""
     net, optimizer = gated_net(fused=False)
     criterion = nn.CrossEntropyLoss()
     start, total = time.perf_counter(), 0.0
@@ -85,7 +85,7 @@ def usual_epoch(loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
 
 
 def raw_epoch(images: Tensor, labels: Tensor) -> float:
-    """Train on tensors, with nothing that is not needed."""
+    """Train on tensors with the least possible overhead."""
     net, optimizer = gated_net(fused=True)
     gates = list(gate_layers(net).values())
     start = time.perf_counter()
@@ -110,7 +110,7 @@ def usual_loader(root: str, samples: int, workers: int) -> DataLoader[tuple[Tens
 
 
 def epochs(root: str, rounds: int) -> Iterator[tuple[str, list[float]]]:
-    """Run all loops in turns; yield the seconds of each."""
+    """Run all loops alternately; yield the seconds of each."""
     data = MNISTDataModule(root=root, batch_size=60_000)  # all at once
     data.prepare_data()
     data.setup("fit")
@@ -154,13 +154,13 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
-    # As the program does at its start; threads that are there before it would not take it over.
+    # As the program does at startup; threads that already exist would not inherit it.
     torch.set_flush_denormal(True)
-    # The first epoch has what is done once.
+    # The first epoch includes one-time costs.
     taken = {name: times[1:] for name, times in epochs(arguments.root, arguments.rounds)}
     ours = taken["dg-lightning fit"]
     ratios = {
-        # Of epochs that were run one after the other: a slow spell of the machine hits both.
+        # Ratios of consecutive epochs, so that noise affects both.
         name: statistics.median(a / b for a, b in zip(times, ours, strict=True))
         for name, times in taken.items()
     }

@@ -1,4 +1,4 @@
-"""What processes, and callbacks of one kind, must agree on."""
+"""What ranks, and the callbacks of one Trainer, must agree on."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,29 +7,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dg_lightning.protocol import gate_layers
-from dg_lightning.rewiring import Connections
+from dg_lightning.gates.protocol import gate_layers
+from dg_lightning.rewiring import SparseLayer
 
 __all__ = [
     "mean_over_ranks",
     "refuse_different_masks",
     "refuse_sharded_parameters",
-    "refuse_two_penalties",
+    "refuse_shared_layers",
     "refuse_two_writers",
-    "shards_parameters",
+    "state_key",
 ]
 
 
+def state_key(callback: object, **arguments: object) -> str:
+    """Return the key of a callback's state in a checkpoint, different for its instances."""
+    return f"{type(callback).__qualname__}{arguments!r}"
+
+
 def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
-    """Return the mean of a value over all processes, so that all of them decide the same."""
+    """Return the mean of a value over all ranks, so that all of them decide alike."""
     if trainer.world_size == 1:
         return value
     mean: Tensor = trainer.strategy.reduce(value.clone(), reduce_op="mean")
     return mean
 
 
-def refuse_different_masks(trainer: Any, layers: Iterable[Connections]) -> None:
-    """Raise if processes do not have the same connections."""
+def refuse_different_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
+    """Raise if ranks have different masks."""
     if trainer.world_size == 1:
         return
     own = [layer.checksum() for layer in layers]
@@ -43,24 +48,31 @@ def refuse_different_masks(trainer: Any, layers: Iterable[Connections]) -> None:
 
 
 def refuse_sharded_parameters(name: str, trainer: Any, module: nn.Module) -> None:
-    """Refuse strategies under which a process has a part of a weight only."""
-    if shards_parameters(trainer, module):
-        kind = type(trainer.strategy).__name__
+    """Refuse strategies that shard weights."""
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    sharding = any(k.startswith(("FSDP", "DeepSpeed", "ModelParallel")) for k in kinds)
+    if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
-            f"{name} needs whole weights on every process, got {kind}, which shards them: use "
+            f"{name} needs whole weights on every process, got {kinds[0]}, which shards them: use "
             "strategy='ddp' or a single device."
         )
 
 
-def shards_parameters(trainer: Any, module: nn.Module) -> bool:
-    """Tell whether a process has a part of a weight only."""
-    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    sharding = [k for k in kinds if k.startswith(("FSDP", "DeepSpeed", "ModelParallel"))]
-    return bool(sharding) or any(isinstance(p, DTensor) for p in module.parameters())
+def refuse_shared_layers(callback: Any, trainer: Any, module: nn.Module) -> None:
+    """Refuse a second callback that makes the same layers sparse."""
+    own = callback.find_layers(module)
+    for other in trainer.callbacks:
+        if other is callback or not hasattr(other, "use_masks"):
+            continue
+        if shared := set(own) & set(other.find_layers(module)):
+            raise ValueError(
+                f"{type(callback).__name__} and {type(other).__name__} both make {min(shared)} "
+                "sparse: part them by `layers`."
+            )
 
 
 def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
-    """Refuse a second callback of the same kind that sets the same gates."""
+    """Refuse a second callback of the same class that sets the same gates."""
     own = gate_layers(module, callback.layers)
     for other in trainer.callbacks:
         if other is not callback and type(other) is type(callback):
@@ -70,23 +82,3 @@ def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
                     f"Two {type(callback).__name__} set the gate {shared[0]}: "
                     "part them by `layers`."
                 )
-
-
-def refuse_two_penalties(callback: Any, trainer: Any) -> None:
-    """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
-    for other in trainer.callbacks:
-        if other is callback or not hasattr(other, "pressure"):
-            continue
-        names = f"{type(callback).__name__} and {type(other).__name__}"
-        shared = [name for name in callback.pressure.gates if name in other.pressure.gates]
-        if shared and (hasattr(callback, "budget") or hasattr(other, "budget")):
-            raise ValueError(
-                f"{names} both press on {shared[0]}: the weight of a penalty has one owner; remove "
-                "one, or part them by `layers`."
-            )
-        if callback.name == other.name:
-            had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
-            raise ValueError(
-                f"{names} have {had}: give each a `name` of its own, which tells their logged keys "
-                "apart."
-            )

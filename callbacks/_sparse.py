@@ -1,296 +1,299 @@
 """What the sparse callbacks share: masks that hold in every step, and change when they are due."""
 
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dg_lightning.averaging import mask_averages
-from dg_lightning.log_steps import is_logged, log_figures, step_counter
+from dg_lightning.compute import gate_submodules
 from dg_lightning.rewiring import (
     WEIGHT_BY_WEIGHT,
-    Connections,
-    GradientMask,
-    all_finite,
-    change_all,
+    Distribution,
+    DropSchedule,
+    SparseLayer,
+    Structure,
+    announce_masks,
+    change_connections,
+    check_masks,
+    check_sparsity,
+    given_masks,
+    layer_densities,
+    masks_of,
+    sample_masks,
+    saved_masks,
+    sparse_layers,
+    zero_outside,
 )
 from dg_lightning.schedules import Clock
-from dg_lightning.step_hooks import use_hooks
+from dg_lightning.training import log_step, mask_averages
 
-from ._agreement import refuse_different_masks
-from ._masked_layers import MaskedLayers
+from ._agreement import (
+    refuse_different_masks,
+    refuse_sharded_parameters,
+    refuse_shared_layers,
+    state_key,
+)
 
-__all__ = ["LOOK_AHEAD", "Sparse"]
+__all__ = ["Initial", "NewMasks", "Sparse"]
 
-LOOK_AHEAD = 64  # steps: to ask in every step costs as much as what is done in it
+Initial: TypeAlias = Literal["random", "magnitude"]
+# New masks of layers, and the scores that they rest on.
+NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]
 
 
-class Sparse(MaskedLayers):
-    """Keeps the weights of missing connections, and what the optimizer knows of them, at 0.
+class Sparse(pl.Callback):
+    """Keeps the weights of missing connections, and their optimizer state, at 0.
 
-    Gradients are masked before the optimizer's step, which then leaves missing connections at 0:
-    those of torch that work weight by weight do. After all others it is cleaned up. A subclass says
-    when connections change (`changes_after`) and how (`new_masks`).
+    Gradients are masked before the optimizer's step, so that torch's optimizers leave missing
+    connections at 0; after all others weights and state are reset. A subclass says when connections
+    change (`changes_after`) and how (`new_masks`).
     """
 
-    sees_all_gradients = False  # or only those of steps after which something changes
-    puts_off = False  # whether a change that a step did not allow is made after the next one
+    sees_all_gradients = False  # or only those of steps after which connections change
+    retry_skipped = False  # whether a change that a step did not allow is made after the next one
+    schedule: DropSchedule | None = None  # of callbacks that drop and grow
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._handles: list[Any] = []
-        self._changing: Any = None  # the hook after a step that changes connections
-        # By optimizer: how many parameters it has, and what masks the gradients of ours.
-        self._mine: dict[Optimizer, tuple[int, GradientMask]] = {}
-        self._due: list[Connections] = []
-        self._steps: Any = None  # what counts them
+    def __init__(
+        self,
+        sparsity: float | dict[str, float],
+        distribution: Distribution,
+        layers: list[str] | None,
+        structure: str,
+        initial: Initial,
+        masks: str | None,
+        seed: int | None,
+    ) -> None:
+        check_sparsity(sparsity, distribution, layers)
+        if initial not in ("random", "magnitude"):
+            raise ValueError(f"`initial` must be random or magnitude, got {initial!r}.")
+        self.sparsity = sparsity
+        self.distribution: Distribution = distribution
+        self.layers = list(sparsity) if isinstance(sparsity, dict) else layers
+        self.structure = Structure(structure)
+        self.initial: Initial = initial
+        self.masks = masks
+        self.seed = seed
+        self.connections: dict[str, SparseLayer] = {}
+        self._layers: dict[str, Any] = {}
+        self._seed: int | None = None
+        self._fits = False
+        self._is_new = False  # whether masks were made for this training run
+        self._given: dict[str, Tensor] | None = None
+        self._saved: dict[str, Any] | None = None
         self._step = 0
-        self._look_at = 0  # the next step that may be followed by a change
-        self._logged_at = -1
-        self.only_if: Tensor | None = None
-        self._logs_next = False  # in the next batch, when nothing has to be waited for
-        self._is_monitored = False
+        self._due: list[SparseLayer] = []  # layers that change after this step
+        self._handles: dict[Optimizer, Any] = {}
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return state_key(self, layers=self.layers)
+
+    def use_masks(self, masks: Mapping[str, Tensor]) -> None:
+        """Start the next training run from these connections, bool, by layer."""
+        self._given = dict(masks)
 
     def changes_after(self, step: int, last: int) -> bool:
-        """Tell whether a layer changes after this optimizer step, counted from 1.
+        """Return True if a layer changes after this optimizer step, counted from 1.
 
-        `last` is the one after which it changed before. A layer is stepped by its own optimizer,
-        and with several of those it sees some of the steps only.
+        `last` is the step after which it changed before. With several optimizers a layer takes part
+        in some of the steps only.
         """
-        return False
+        return self.schedule is not None and self.schedule.is_due(step, last)
 
-    def new_masks(
-        self, trainer: Any, step: int, due: list[Connections]
-    ) -> dict[Connections, Tensor]:
+    def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
         """Return the new masks of layers, after the optimizer's step."""
-        return {}
-
-    def checks_later(self, trainer: Any) -> bool:
-        """Tell whether gradients are not looked at before a step, which would wait for the device.
-
-        Then `see_gradients` and `new_masks` leave in `only_if`, a bool on the device, whether they
-        and the weights are finite.
-        """
-        return False
+        return {}, []
 
     def see_gradients(
-        self, trainer: Any, optimizer: Optimizer, mine: list[Connections], due: list[Connections]
+        self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer], due: list[SparseLayer]
     ) -> None:
-        """Look at the dense gradients of layers, before they are masked.
-
-        In steps after which something changes, or in all of them (`sees_all_gradients`).
-        """
-
-    def start_anew(self) -> None:
-        """Forget an earlier training."""
-        for c in self.connections.values():
-            c.read_news()
-            c.changed_at, c.left_out_at = 0, None
+        """Read the dense gradients of layers, before they are masked."""
 
     def prepare(self, clock: Clock) -> str | None:
-        """Resolve durations, when training starts; return what is to be warned of."""
-        return None
+        """Resolve durations, when training starts; return a warning, if any."""
+        return self.schedule.resolve(clock, type(self).__name__) if self.schedule else None
+
+    def reset(self) -> None:
+        """Forget an earlier training run."""
+        for layer in self.connections.values():
+            layer.changed_at = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._fits = stage == "fit"
+        if not self._fits:
+            return
+        refuse_sharded_parameters(type(self).__name__, trainer, pl_module)
+        self._layers = self.find_layers(pl_module)
+        for name, layer in self._layers.items():
+            self.structure.refuse_if_unfit(name, layer)
+        if note := self.structure.note_on(self.sparsity):
+            rank_zero_info(f"{type(self).__name__} {note}")
+        refuse_shared_layers(self, trainer, pl_module)
+
+    def find_layers(self, module: nn.Module) -> dict[str, Any]:
+        """Return the layers that are made sparse, by name."""
+        return sparse_layers(module, self.layers, gate_submodules(module))
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if not self._fits:
+            announce_masks(pl_module, saved_masks(checkpoint))
+        elif self.state_key not in checkpoint["callbacks"]:
+            raise RuntimeError(
+                f"The checkpoint has no masks of {self.state_key}: it was trained without it. "
+                "Start a new training from its weights, or resume without the callback."
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._seed is None:  # a resumed run goes on with its own
+            seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
+            self._seed = trainer.strategy.broadcast(seed)
+        saved, given = self._saved, self._given
+        self._saved = self._given = None
+        same = {n: layer.layer for n, layer in self.connections.items()} == self._layers
+        self._is_new = saved is None and not same
+        if saved is not None or given is not None or not same:
+            masks = self._first_masks(given) if saved is None else masks_of(saved, self._layers)
+            self.connections = {
+                name: SparseLayer(name, layer, masks[name], self.structure)
+                for name, layer in self._layers.items()
+            }
+        for name, layer in self.connections.items():
+            layer.move()
+            if saved is not None:
+                layer.load_state_dict(saved["connections"][name])
+            layer.apply()
+        mask_averages(pl_module, trainer, self.connections.values())
+        refuse_different_masks(trainer, self.connections.values())
+
+    def _first_masks(self, given: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        known = given_masks(self._layers, given, self.masks, type(self).__name__)
+        return check_masks(known, self._layers, self.structure) or self.made_masks()
+
+    def made_masks(self) -> dict[str, Tensor]:
+        """Return the first masks of a model that has none."""
+        wanted = layer_densities(self._layers, self.sparsity, self.distribution)
+        seed = self._seed if self.initial == "random" else None
+        return sample_masks(self._layers, wanted, self.structure, seed)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._fresh and trainer.global_step > 0:
+        if self._is_new and trainer.global_step > 0:
             raise RuntimeError(
                 f"Training goes on at step {trainer.global_step} without masks of "
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
-        warning = self.prepare(Clock.of(trainer))
+        warning = self.prepare(Clock.from_trainer(trainer))
         if warning is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(warning)
         if trainer.global_step == 0:
-            self.start_anew()
-        self._logged_at, self._logs_next = -1, False
-        monitored = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        self._is_monitored = any(str(key).startswith("rewire/") for key in monitored)
-        self._log_figures(True)
-        self._mine, self._look_at = {}, 0
-        self._steps = step_counter(trainer, pl_module)
+            self.reset()
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        mask_gradients = self._mask_of(optimizer)
-        step = self._steps.completed + 1
-        # Some optimizers compute the gradients of a step several times: the last ones count.
-        if step >= self._look_at or step == self._step or self.sees_all_gradients:
-            self._look(trainer, pl_module, optimizer, step, mask_gradients.connections)
-        mask_gradients()
-
-    def _look(
-        self, trainer: Any, pl_module: Any, optimizer: Optimizer, step: int, mine: list[Connections]
-    ) -> None:
-        """See what changes after a step, and when to look again."""
-        if self._changing is not None:  # that was for the step before, whether it was made or not
-            self._changing.remove()
-            self._changing = None
-        self._step, self.only_if = step, None
-        self._due = [c for c in mine if self.changes_after(step, c.changed_at)]
-        self._look_at = step + 1 if self._due or self.sees_all_gradients else self.next_change()
-        if self._due:
-            if self._logs_next:  # else they would be those of the next change
-                self._log(trainer, to_loggers=True)
-            self._tell_of_left_out()
-            gradients = (g for c in self._due if (g := c.weight.grad) is not None)
-            if not self.checks_later(trainer) and not all_finite(gradients):
-                self.leave_out(self._due)
-                self._due = []
+        if optimizer not in self._handles:
+            after_step = partial(self._after_step, trainer, pl_module)
+            self._handles[optimizer] = optimizer.register_step_post_hook(after_step)
+        step = trainer.global_step + 1
+        if self._due and step != self._step:  # the last step was not made, as by a loss scaler
+            self._skip(self._due)
+        layers = self._layers_of(optimizer)
+        self._step = step
+        self._due = [layer for layer in layers if self.changes_after(step, layer.changed_at)]
         if self._due or self.sees_all_gradients:
-            self.see_gradients(trainer, optimizer, mine, self._due)
-        if self._due:
-            self._change_after_step(trainer, pl_module, optimizer)
+            self.see_gradients(trainer, optimizer, layers, self._due)
+        zero_outside(
+            (layer.weight.grad, layer.mask)
+            for layer in layers
+            if layer.weight.grad is not None and not layer.full
+        )
 
-    def next_change(self) -> int:
-        """Return the next step after which a layer may change, or a later one than looked at."""
-        if not type(self).changes_after.__module__.startswith("dg_lightning."):
-            return self._step + 1  # somebody's own rule may hang on what is not known yet
-        lasts = {c.changed_at for c in self.connections.values()}
-        ahead = range(self._step + 1, self._step + LOOK_AHEAD)
-        found = (s for s in ahead if any(self.changes_after(s, last) for last in lasts))
-        return next(found, self._step + LOOK_AHEAD)
+    def _layers_of(self, optimizer: Optimizer) -> list[SparseLayer]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [layer for layer in self.connections.values() if id(layer.weight) in held]
 
-    def _mask_of(self, optimizer: Optimizer) -> GradientMask:
-        """Return the mask of the layers that an optimizer steps; they may become more later on."""
-        count = 0
-        for group in optimizer.param_groups:
-            count += len(group["params"])
-        known = self._mine.get(optimizer)
-        if known is None and type(optimizer) not in WEIGHT_BY_WEIGHT:
-            self._handles.append(optimizer.register_step_post_hook(self._clean))
-        if known is None or known[0] != count:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            mine = [c for c in self.connections.values() if id(c.weight) in held]
-            self._mine[optimizer] = known = (count, GradientMask(mine))
-        return known[1]
-
-    def leave_out(self, due: list[Connections]) -> None:
-        """Make no change after this step."""
-        if not self.puts_off:
-            for c in due:
-                c.changed_at = c.left_out_at = self._step
-            self._tell_of_left_out()
-
-    def _tell_of_left_out(self) -> None:
-        """Warn of updates that were left out, as soon as it is known, and once."""
-        for c in self.connections.values():
-            c.read_news()
-        steps = {c.left_out_at for c in self.connections.values()}
-        for step in sorted(step for step in steps if step is not None):
-            rank_zero_warn(
-                f"{type(self).__name__} leaves the update of step {step} out: a gradient or a "
-                "weight is not finite."
-            )
-        for c in self.connections.values():
-            c.left_out_at = None
-
-    def _clean(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Clean up after a step of an optimizer that may not have left missing connections at 0."""
-        for c in self._mine[optimizer][1].connections:
-            c.clean(optimizer)
-
-    def _change_after_step(self, trainer: Any, pl_module: nn.Module, optimizer: Optimizer) -> None:
-        """Let connections change right after the optimizer's step, if the step is made at all."""
-
-        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if self._due:  # torch calls it twice where a step calls the one of its base class
-                self._change(trainer, pl_module, optimizer)
-
-        self._changing = optimizer.register_step_post_hook(hook)
-
-    def _change(self, trainer: Any, pl_module: nn.Module, optimizer: Any) -> None:
+    def _after_step(
+        self, trainer: Any, pl_module: Any, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        """Change connections right after the optimizer's step."""
+        if type(optimizer) not in WEIGHT_BY_WEIGHT:
+            for layer in self._layers_of(optimizer):
+                layer.clean(optimizer)
         due, self._due = self._due, []
-        masks = self.new_masks(trainer, self._step, due)
-        change_all(masks, optimizer, self.only_if)
-        for c in masks:
-            c.changed_at = self._step
+        if not due:
+            return
+        masks, scores = self.new_masks(trainer, self._step, due)
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused step that a scaler skips
+        if found_inf is not None:
+            scores = [*scores, found_inf / (1 - found_inf)]
+        if not change_connections(masks, optimizer, scores):
+            self._skip(due)
+            return
+        for layer in masks:
+            layer.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
-        self._log_figures(True)
 
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logged_at = -1
-        self._log_figures(True)
-
-    def _log_figures(self, now: bool) -> None:
-        """Let Lightning call the hook that logs, or not: a call costs more than what it does."""
-        hook = ["on_train_batch_end"]
-        use_hooks(self, *(hook, []) if now else ([], hook))
+    def _skip(self, due: list[SparseLayer]) -> None:
+        """Skip a change, until the next one is due."""
+        if self.retry_skipped:
+            return
+        for layer in due:
+            layer.changed_at = self._step
+        rank_zero_warn(
+            f"{type(self).__name__} leaves the update of step {self._step} out: a gradient or a "
+            "weight is not finite."
+        )
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        # They are new when an epoch begins and after a change, and loggers see them once.
-        changed_at = max(c.changed_at for c in self.connections.values())
-        seen = self._logged_at == changed_at
-        logged = self._logs_next or (not seen and is_logged(trainer, pl_module))
-        if logged and not self._logs_next and self._would_wait():
-            self._logs_next, logged = True, False
-        if logged or batch_idx == 0:
-            self._log(trainer, to_loggers=logged)
-        if logged or seen:
-            self._logged_at = changed_at
-            self._log_figures(False)
-
-    def _would_wait(self) -> bool:
-        """Tell whether figures are still on their way, and nobody needs them at once."""
-        on_the_way = any(c.has_news for c in self.connections.values())
-        return on_the_way and not self._is_monitored
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._logs_next:
-            self._log(trainer, to_loggers=True)
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._logs_next:
-            self._log(trainer, to_loggers=True)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell_of_left_out()
-
-    def _log(self, trainer: Any, *, to_loggers: bool) -> None:
-        """Leave the figures for those who monitor them; with `to_loggers` it is done with that."""
-        self._logs_next = self._logs_next and not to_loggers
         figures = {
             f"rewire/{key}/{name}": value
-            for name, c in self.connections.items()
-            for key, value in c.figures().items()
+            for name, layer in self.connections.items()
+            for key, value in layer.figures().items()
         }
-        self._tell_of_left_out()
-        log_figures(trainer, figures, to_loggers=to_loggers)
+        changed = any(x.changed_at == trainer.global_step for x in self.connections.values())
+        log_step(pl_module, figures, always=changed)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._let_go()
+        self.teardown(trainer, pl_module, "fit")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for handle in (*self._handles, self._changing):
-            if handle is not None:
-                handle.remove()
-        self._handles, self._changing, self._mine, self._due = [], None, {}, []
-        self._steps = None
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._due = {}, []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": [], "_changing": None, "_mine": {}, "_steps": None}
+        return {**self.__dict__, "_handles": {}, "_due": []}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "connections": {name: layer.state_dict() for name, layer in self.connections.items()},
+            "seed": self._seed,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # A search for a learning rate loads what was there before training.
+        if self._fits and state_dict["connections"]:
+            self._saved, self._seed = state_dict, state_dict["seed"]

@@ -1,7 +1,6 @@
-"""Hold a compute budget: the user names it, a controller finds the weight of the penalty."""
+"""Hold a compute budget: a controller finds the weight of the penalty."""
 
 import math
-from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -10,62 +9,68 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.averaging import copy_gates_to_averages
-from dg_lightning.budget import GateBudget, Measure, gate_budgets
-from dg_lightning.landing import FrozenGates, Landing
-from dg_lightning.log_steps import log_of_step, logs_now, steps_done
-from dg_lightning.multiplier import Multiplier
-from dg_lightning.plan import Curve, warn_of_risks
-from dg_lightning.protocol import gate_layers
-from dg_lightning.schedules import Clock, Duration, Schedule, ValueAt, check_duration
-from dg_lightning.step_hooks import only_used_hooks, use_hooks
+from dg_lightning.budget import (
+    FrozenGates,
+    GateBudget,
+    Landing,
+    Measure,
+    Multiplier,
+    gate_budgets,
+)
+from dg_lightning.gates import gate_layers
+from dg_lightning.schedules import (
+    Clock,
+    Curve,
+    Duration,
+    Schedule,
+    ValueAt,
+    check_duration,
+    warn_of_risks,
+)
+from dg_lightning.training import copy_gates_to_averages, log_step
 
-from ._agreement import mean_over_ranks, refuse_two_penalties
-from ._pressure import Pressure
+from ._agreement import mean_over_ranks, state_key
+from ._penalty_term import PenaltyTerm, refuse_two_penalties
 
 __all__ = ["BudgetController"]
 
-_MEASUREMENTS = 200  # over a training, where `every_n_steps` is not given
-_MISSED = 0.05  # of the budget: further off, a landing has failed
-_EARLY, _LATE = ["on_before_backward"], ["on_after_backward"]
-_WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
+_MEASUREMENTS = 200  # over a training run, where `every_n_steps` is not given
 
 
-@only_used_hooks
 class BudgetController(pl.Callback):
-    """Brings gates to a budget of open units or executed MACs, and keeps them there.
+    """Brings gates to a budget of open units or executed MACs, and holds it.
 
-    It presses on expected usage as `GatePenalty` does, with a weight λ that a controller sets by
-    what the hard gates really use, decisions included. The share that may be used falls from all to
-    the budget between `begin` and `until`. At `landing` the gates are frozen: all logits of a
-    budget are shifted alike, so that it is used and not more, while the order in which units open
-    stays as learned; from then on only the weights of the net are trained.
+    It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts by
+    what the hard gates really use, decisions included. The allowed share falls from 1 to the budget
+    between `begin` and `until`. At `landing` the gates are frozen: the logits of a budget are
+    shifted by one amount, so that the budget is used and not exceeded, and units still open in the
+    learned order. From then on only the other weights are trained.
 
     Args:
-        budget: The share of the dense MACs or of all units, in (0, 1]; or one for each of several
-            groups of gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
+        budget: The share of the dense MACs or of all units, in (0, 1]; or one for each group of
+            gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
         measure: `macs` (of the linear maps of the whole module; with groups, of the maps behind
             their gates) or `open_rate`.
         method: `pi`, a proportional-integral controller on log λ, or `dual`, ascent on the
             Lagrangian.
-        begin: When it begins to press.
-        until: When the budget is to be reached.
+        begin: When the penalty begins.
+        until: When the budget should be reached.
         landing: When the gates are frozen on it.
-        every_n_steps: Optimizer steps between two measurements; 1/200 of the training when None.
-        initial_weight: λ to start with.
+        every_n_steps: Optimizer steps between measurements; None for 1/200 of the training run.
+        initial_weight: The initial λ.
         max_weight: The largest λ.
-        layers: Name patterns of the gates to press on, for a single budget; all when None.
-        name: Put behind the logged keys, to tell several penalties of one Trainer apart.
+        layers: Name patterns of the gates to penalise, for a single budget; None for all.
+        name: Suffix of the logged keys, to distinguish several penalties of one Trainer.
 
     Raises:
         ValueError: If the budget cannot be met because gates at their floors, GateNets and maps
-            without gates use more, or if another penalty presses on the same gates.
+            without gates use more, or if another penalty acts on the same gates.
 
     | logged key | meaning |
     |---|---|
-    | `gates/penalty` | the usage that is pressed on; `/<pattern>` behind it with several budgets |
+    | `gates/penalty` | the penalised usage; with the suffix `/<pattern>` for several budgets |
     | `gates/penalty_weight` | λ, likewise |
-    | `gates/budget_used`, `gates/budget_allowed` | what hard gates use, and may use now, likewise |
+    | `gates/budget_used`, `gates/budget_allowed` | what hard gates use, and may use, likewise |
 
     >>> BudgetController(budget=0.25).measure
     'macs'
@@ -108,15 +113,13 @@ class BudgetController(pl.Callback):
         self.method: Literal["pi", "dual"] = method
         self.begin, self.until, self.landing = begin, until, landing
         self.every_n_steps = every_n_steps
-        self.initial_weight = initial_weight
-        self.max_weight = max_weight
-        self.layers = layers
-        self.name = name
-        self.pressure = Pressure({})
+        self.initial_weight, self.max_weight = initial_weight, max_weight
+        self.layers, self.name = layers, name
+        self.term = PenaltyTerm({})
         self._budgets: dict[str, GateBudget] = {}
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._multipliers: dict[str, Multiplier] = {}
         self._landings: dict[str, Landing] = {}
         self._used: dict[str, Tensor] = {}
@@ -124,10 +127,10 @@ class BudgetController(pl.Callback):
         self._is_frozen = False
         self._frozen: FrozenGates | None = None
 
-    @cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers, name=self.name)
+        return state_key(self, layers=self.layers, name=self.name)
 
     @property
     def _groups(self) -> dict[str, float]:
@@ -136,12 +139,12 @@ class BudgetController(pl.Callback):
 
     @property
     def landed(self) -> bool:
-        """Whether the gates stand still on their budget."""
+        """Whether the gates are frozen on their budget."""
         return any(landing.landed for landing in self._landings.values())
 
     @property
     def reached(self) -> dict[str, float]:
-        """What hard gates used when they were last measured, by budget."""
+        """The last measured usage of hard gates, by budget."""
         landed = {name: landing.used for name, landing in self._landings.items() if landing.landed}
         return {name: float(used) for name, used in self._used.items()} | landed
 
@@ -150,16 +153,16 @@ class BudgetController(pl.Callback):
         if stage != "fit":
             return
         everything = gate_layers(pl_module)
-        known = self.pressure.gates.values()
+        known = self.term.gates.values()
         if trainer.global_step == 0 or not all(gate in everything.values() for gate in known):
-            self._start_anew()
+            self._reset()
         self._budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure)
         for name, budget in self._budgets.items():
             multiplier = Multiplier(self.method, self.initial_weight, self.max_weight)
             self._multipliers.setdefault(name, multiplier)
             self._landings.setdefault(name, Landing(budget)).budget = budget
-        pressed = {n: gate for budget in self._budgets.values() for n, gate in budget.gates.items()}
-        self.pressure = Pressure(pressed)
+        groups = [budget.gates for budget in self._budgets.values()]
+        self.term = PenaltyTerm({name: gate for group in groups for name, gate in group.items()})
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -169,122 +172,80 @@ class BudgetController(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock = Clock.of(trainer)
-        self._allowed_at = {name: self._allowed(b, clock) for name, b in self._budgets.items()}
+        clock = Clock.from_trainer(trainer)
+        self._allowed_at = {n: self._allowed(share, clock) for n, share in self._groups.items()}
         self._begin = clock.steps(self.begin)
-        # Two steps are left for it: gates are frozen first and land one step later.
+        # Two steps are left for it: gates are frozen first and land one step later, because p is
+        # of before the optimizer's step.
         self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
         self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
-        self.pressure.later = None
-        use_hooks(self, [*_EARLY, *_LATE], [])
         warn_of_risks(self, trainer, pl_module)
-        for slots in self.pressure.slots(trainer):
-            slots.controlled = True
+        for shared in self.term.shared(trainer):
+            shared.controlled = True
         if self._is_frozen:
             self._freeze(trainer, pl_module)
 
-    def _allowed(self, budget: GateBudget, clock: Clock) -> ValueAt:
-        """Return the share that may be used over the steps."""
-        return Schedule(
-            1.0, budget.budget, "exponential", begin=self.begin, until=self.until
-        ).resolve(clock)
+    def _allowed(self, share: float, clock: Clock) -> ValueAt:
+        """Return the share that may be used over the steps, for one of the budgets."""
+        return Schedule(1.0, share, "exponential", self.begin, self.until).resolve(clock)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
         """Return what this callback sets over the steps."""
         curves = []
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
-            allowed = Schedule(1.0, share, "exponential", begin=self.begin, until=self.until)
             label = f"allowed {self.measure} {pattern}".strip()
-            curves.append(Curve("budget", label, allowed.resolve(clock), gates))
+            curves.append(Curve("budget", label, self._allowed(share, clock), gates))
         return curves
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
-        if not self.pressure.later and self._presses(trainer, pl_module):
-            rates = self.pressure.act(
-                trainer, pl_module, loss, self._gradient_of, self._reads(loss.device)
-            )
-            if rates is not None and logs_now(trainer):
-                self._log(pl_module, rates)
+        begun = trainer.global_step >= self._begin
+        for shared in self.term.shared(trainer):
+            shared.penalty_active = bool(shared.penalty_active) or (begun and shared.factor > 0)
+        if not begun or self._frozen is not None:
+            return
+        rates = self.term.rates(trainer, pl_module, loss)
+        if rates is None:
+            return
+        term = rates.new_zeros(())
+        parts = rates.split([len(budget.gates) for budget in self._budgets.values()])
+        for (name, budget), part in zip(self._budgets.items(), parts, strict=True):
+            weight, usage = self._multipliers[name].on(rates.device), budget.usage(part)
+            term = term + weight * usage
+            self._log(pl_module, name, penalty=usage, penalty_weight=weight)
+        self.term.add(trainer, pl_module, loss, term)
 
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.pressure.later and self._presses(trainer, pl_module):
-            rates = self.pressure.act_later(
-                trainer,
-                self._gradient_of,
-                self._reads(pl_module.device),
-                wants_rates=logs_now(trainer),
-            )
-            if rates is not None:
-                self._log(pl_module, rates)
-
-    def _presses(self, trainer: Any, pl_module: Any) -> bool:
-        """Tell whether gates are pressed on now, and leave word of it."""
-        begun = steps_done(trainer, pl_module) >= self._begin
-        for slots in self.pressure.slots(trainer):
-            slots.pressing = bool(slots.pressing) or (begun and slots.factor > 0)
-        return begun and self._frozen is None
-
-    def _gradient_of(self, rates: Tensor) -> Tensor:
-        """Return the derivative of what is pressed on by the rate of each gate, times λ."""
-        weights = {name: m.on(rates.device) for name, m in self._multipliers.items()}
-        if len(weights) == 1:  # without the operations of parting and joining
-            ((name, budget),) = self._budgets.items()
-            return budget.usage_gradient(rates, weights[name])
-        parts = zip(self._budgets.items(), self._by_budget(rates), strict=True)
-        return torch.cat([b.usage_gradient(part, weights[name]) for (name, b), part in parts])
-
-    def _reads(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors that it is computed from."""
-        multipliers = [m.on(device) for m in self._multipliers.values()]
-        return [*multipliers, *(t for budget in self._budgets.values() for t in budget.reads())]
-
-    def _by_budget(self, rates: Tensor) -> tuple[Tensor, ...]:
-        sizes = [len(budget.gates) for budget in self._budgets.values()]
-        parts: tuple[Tensor, ...] = rates.split(sizes)
-        return parts
-
-    def _log(self, pl_module: pl.LightningModule, rates: Tensor) -> None:
-        for (name, budget), part in zip(self._budgets.items(), self._by_budget(rates), strict=True):
-            weight = self._multipliers[name].value
-            log_of_step(pl_module, self._key("gates/penalty", name), budget.usage(part))
-            log_of_step(pl_module, self._key("gates/penalty_weight", name), weight)
+    def _log(self, pl_module: Any, name: str, always: bool = False, **values: Any) -> None:
+        suffix = "".join(f"/{part}" for part in (self.name, name) if part)
+        named = {f"gates/{key}{suffix}": value for key, value in values.items()}
+        log_step(pl_module, named, always=always)
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        if not self.pressure.later:
-            self.pressure.let_go()
+        self.term.end_batch()
         if self._frozen is not None:
             self._frozen.hold()
-        step = steps_done(trainer, pl_module)
-        # Gates are frozen first and land one step later: p is of before the optimizer's step.
+        step = trainer.global_step
         lands = not self.landed and step >= self._landing
         due = step // self._interval > self._measured_at // self._interval
-        if step > self._measured_at and (due or lands):
+        is_new = step > self._measured_at and (due or lands)
+        if is_new:
             self._measured_at = step
             self._measure(trainer, pl_module, step)
+        for name, used in self._used.items():
+            allowed = self._allowed_at[name](self._measured_at)
+            self._log(pl_module, name, is_new, budget_used=used, budget_allowed=allowed)
 
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
-        """See what is used, and act on it: move λ, or land."""
+        """Measure what is used, and act on it: move λ, or land."""
         for name, budget in self._budgets.items():
             used, rates, expected = budget.measured()
-            used = mean_over_ranks(trainer, used.clone())
-            allowed = self._allowed_at[name](step)
-            log_of_step(pl_module, self._key("gates/budget_used", name), used)
-            log_of_step(pl_module, self._key("gates/budget_allowed", name), allowed)
-            self._used[name] = used
+            self._used[name] = used = mean_over_ranks(trainer, used)
             if self._frozen is not None:
                 landing = self._landings[name]
                 shift = torch.tensor(landing.shift_after(used), device=used.device)
@@ -292,41 +253,30 @@ class BudgetController(pl.Callback):
             elif self._begin <= step < self._landing:
                 if trainer.world_size > 1:
                     expected = budget.usage(mean_over_ranks(trainer, rates))
-                self._multipliers[name].update(used, expected, allowed)
+                self._multipliers[name].update(used, expected, self._allowed_at[name](step))
         if self._is_frozen or step >= self._landing:
             self._freeze(trainer, pl_module)
 
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Let nothing change the gates from now on, an average of weights included."""
+        """Freeze the gates, in averages of the weights too."""
         self._is_frozen = True
-        self._frozen = FrozenGates(self.pressure.gates.values())
-        for slots in self.pressure.slots(trainer):
-            slots.frozen = True
+        self._frozen = FrozenGates(self.term.gates.values())
+        for shared in self.term.shared(trainer):
+            shared.frozen = True
         copy_gates_to_averages(pl_module, trainer)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self.pressure.forget()
+        self.term.detach()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.let_go()
         for name, used in self.reached.items():
-            budget = self._budgets[name].budget
-            state = "landed" if self.landed else "training ended before the landing"
-            what = f"{_WORDS[self.measure]}{f' of {name}' if name else ''}"
-            line = f"BudgetController: {used:.2%} {what} for a budget of {budget:.2%} ({state})."
-            missed = self.landed and abs(used / budget - 1) > _MISSED
-            if missed and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                rank_zero_warn(
-                    f"{line} Many units have the same p and open together, or other gates use more "
-                    "than is left: press longer (`begin`, `landing`), or raise the gates' learning "
-                    "rate."
-                )
-            else:
-                rank_zero_info(line)
+            line, missed = self._budgets[name].outcome(name, used, self.landed)
+            warns = missed and not trainer.fast_dev_run  # type: ignore[attr-defined]
+            (rank_zero_warn if warns else rank_zero_info)(f"BudgetController: {line}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -341,12 +291,6 @@ class BudgetController(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._measured_at = state_dict["measured_at"]
         self._is_frozen = state_dict["frozen"]
-        for own, saved in (
-            (self._multipliers, state_dict["multipliers"]),
-            (self._landings, state_dict["landings"]),
-        ):
-            for name in own.keys() & saved.keys():
-                own[name].load_state_dict(saved[name])
-
-    def _key(self, key: str, name: str) -> str:
-        return "/".join(part for part in (key, self.name, name) if part)
+        for name in self._multipliers.keys() & state_dict["multipliers"].keys():
+            self._multipliers[name].load_state_dict(state_dict["multipliers"][name])
+            self._landings[name].load_state_dict(state_dict["landings"][name])

@@ -1,53 +1,49 @@
-"""Name a collapse of gates while it happens; warn, rescue or stop (section 4.1 of the paper)."""
+"""Detect a collapse of gates; warn, rescue or stop (section 4.1 of the paper)."""
 
-from functools import cached_property, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from dg_lightning.averaging import keep_settings_live
-from dg_lightning.collapse import MODES, GateState, Limits, Mode, Verdict, diagnose
-from dg_lightning.deployed import floor_of, read_off
-from dg_lightning.gate_statistics import GateFigures, GateStatistics, open_shares, unit_rates
-from dg_lightning.log_steps import log_of_step, steps_done
-from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.recorded import Recorded
-from dg_lightning.rescue import Rescue
-from dg_lightning.schedules import Clock
-from dg_lightning.slots import slots_of
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.collapse.diagnosis import MODES, GateState, Limits, Mode, Verdict, diagnose
+from dg_lightning.collapse.rescue import Rescue
+from dg_lightning.collapse.statistics import GateFigures, GateStatistics, open_shares, unit_rates
+from dg_lightning.gates.deployment import floor_of
+from dg_lightning.gates.protocol import GateLike, gate_layers
+from dg_lightning.gates.state import shared_state
+from dg_lightning.schedules.schedule import Clock
+from dg_lightning.training.averaging import keep_settings_live
+from dg_lightning.training.step_logging import log_step
 
-from ._agreement import mean_over_ranks
+from ._agreement import mean_over_ranks, state_key
 
 __all__ = ["CollapseDetector"]
 
 _KEPT = 20  # states of a gate
 
 
-@only_used_hooks
 class CollapseDetector(pl.Callback):
-    """Watches p and g of every gate, and says in one line what goes wrong, where and why.
+    """Monitors p and g of every gate, and reports in one line what goes wrong, where and why.
 
     Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p itself falls),
     `phase_shock` (a collapse at a phase boundary), `all_open`, `identical_gates`, `flapping`, and
-    of GateNets `input_independent`, `dead_units`, `always_on_units`. Nothing is judged before
-    something has begun to close gates.
+    for GateNets `input_independent`, `dead_units`, `always_on_units`. Nothing is reported before
+    gates have begun to close.
 
     Args:
-        action: `warn` says it; `rescue` also backs the penalty off, lowers θ, raises τ, lifts
-            biases or revives units, as the mode asks for, and takes it back when the gate has been
-            healthy for a while; `stop` ends the training, on all processes.
-        every_n_steps: Optimizer steps between two checks; the Trainer's logging interval when None,
-            and at most 1/20 of the training.
-        limits: Where health ends.
-        modes: The modes to act on; all when None.
-        layers: Name patterns of the gates; all when None.
+        action: `warn` reports; `rescue` also reduces the penalty, lowers θ, raises τ, lifts biases
+            or revives units, depending on the mode, and reverts that once the gate has been healthy
+            for a while; `stop` ends the training run, on all ranks.
+        every_n_steps: Optimizer steps between checks; None for the Trainer's logging interval, at
+            most 1/20 of the training run.
+        limits: Limits of what counts as healthy.
+        modes: The modes to act on; None for all.
+        layers: Name patterns of the gates; None for all.
 
     | logged key | meaning |
     |---|---|
-    | `collapse/<mode>` | how many gates show it now; from the first time on that one does |
+    | `collapse/<mode>` | number of gates in this mode; logged once the mode has occurred |
 
     >>> CollapseDetector(action="rescue").action
     'rescue'
@@ -81,14 +77,14 @@ class CollapseDetector(pl.Callback):
         self._showing: dict[str, str] = {}
         self._pressed_since: dict[str, int] = {}
         self._rescues: dict[str, Rescue] = {}
+        self._counts: dict[str, float] = {}  # gates that show a mode, from its first time on
         self._checked_at = 0
         self._statistics = GateStatistics([])
-        self._shares, self._rates = Recorded(), Recorded()
 
-    @cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers, modes=self.modes)
+        return state_key(self, layers=self.layers, modes=self.modes)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -105,7 +101,7 @@ class CollapseDetector(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = Clock.of(trainer).total_steps
+        total = Clock.from_trainer(trainer).total_steps
         interval = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
         self._interval = max(2, min(interval, total // 20))
         self._total = total
@@ -115,14 +111,14 @@ class CollapseDetector(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        step = steps_done(trainer, pl_module)
+        self._check(trainer, trainer.global_step)
+        is_new = self._checked_at == trainer.global_step
+        log_step(pl_module, self._counts, always=is_new)
+
+    def _check(self, trainer: Any, step: int) -> None:
+        """Take statistics when a check is due, judge them and act."""
         # Flips are counted from one step to the next, so two steps are looked at.
         second = self._statistics.previous is not None
         due = (step + 1) // self._interval > (self._checked_at + 1) // self._interval
@@ -131,30 +127,27 @@ class CollapseDetector(pl.Callback):
         self._checked_at = step
         gates = list(self._gates.values())
         if not second:
-            shares = read_off(gates, partial(open_shares, gates), self._shares)
-            self._statistics.before(mean_over_ranks(trainer, shares))
+            self._statistics.record_previous(mean_over_ranks(trainer, open_shares(gates)))
             return
-        rates = read_off(gates, partial(unit_rates, gates), self._rates)
-        figures = self._statistics.check(mean_over_ranks(trainer, rates))
+        figures = self._statistics.check(mean_over_ranks(trainer, unit_rates(gates)))
         found: dict[str, Verdict] = {}
         for (name, gate), gate_figures in zip(self._gates.items(), figures, strict=True):
             history = self._history[name]
             history.append(self._state(trainer, name, gate, gate_figures))
             del history[:-_KEPT]
-            frozen = slots_of(trainer, gate).frozen  # it is as it was meant to be
+            frozen = shared_state(trainer, gate).frozen  # it is as it was meant to be
             verdict = None if frozen else diagnose(history, self.limits)
             if verdict is not None and verdict.mode in self.modes:
                 found[name] = verdict
         self._act(trainer, step, found)
-        # Lightning goes over every key in every step: only modes that have been seen become one.
         shown = [verdict.mode for verdict in found.values()]
-        for mode in dict.fromkeys(verdict["mode"] for verdict in self.verdicts):
-            log_of_step(pl_module, f"collapse/{mode}", float(shown.count(mode)))
+        seen = dict.fromkeys(verdict["mode"] for verdict in self.verdicts)
+        self._counts = {f"collapse/{mode}": float(shown.count(mode)) for mode in seen}
 
     def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
         """Join what was measured with what the schedules say."""
-        slots = slots_of(trainer, gate)
-        if slots.pressing:
+        shared = shared_state(trainer, gate)
+        if shared.penalty_active:
             self._pressed_since.setdefault(name, trainer.global_step)
         since = self._pressed_since.get(name, trainer.global_step)
         return GateState(
@@ -163,26 +156,26 @@ class CollapseDetector(pl.Callback):
             floor=floor_of(gate) * gate.block_size / gate.units,
             initial_p=gate.initial_open_rate,
             input_dependent=gate.input_dependent,
-            begun=slots.pressing is not False,  # None: somebody's own penalty, or no penalty
+            begun=shared.penalty_active is not False,  # None: somebody's own penalty, or no penalty
             fixed=getattr(gate, "k", None) is not None,
-            controlled=slots.controlled,
+            controlled=shared.controlled,
             pressed=(trainer.global_step - since) / self._total,
-            keep=slots.keep,
-            factor=slots.phase_factor,
+            keep=shared.keep,
+            factor=shared.phase_factor,
         )
 
     def _act(self, trainer: Any, step: int, found: dict[str, Verdict]) -> None:
         for index, (name, gate) in enumerate(self._gates.items()):
             verdict = found.get(name)
             if verdict is not None and self._showing.get(name) != verdict.mode:
-                rank_zero_warn(verdict.line(step, name))
+                rank_zero_warn(verdict.message(step, name))
                 self.verdicts.append({"step": step, "layer": name, "mode": verdict.mode})
             if verdict is None:
                 if len(self._history[name]) >= self.limits.patience:
                     self._showing.pop(name, None)
             else:
                 self._showing[name] = verdict.mode
-            if self.action == "rescue" and not slots_of(trainer, gate).frozen:
+            if self.action == "rescue" and not shared_state(trainer, gate).frozen:
                 dead = self._statistics.dead_units(index, gate.block_size)
                 now = self._history[name][-1]
                 done = self._rescues[name].act(trainer, gate, now, verdict, dead)

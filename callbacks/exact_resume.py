@@ -1,4 +1,4 @@
-"""Resume as if nothing had happened: every random generator travels in the checkpoint."""
+"""Resume exactly: save every random generator in the checkpoint."""
 
 import random
 from typing import Any
@@ -10,23 +10,20 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dg_lightning.step_hooks import only_used_hooks, use_hooks
-
 __all__ = ["ExactResume"]
 
 _KEY = "random_generators"
 
 
-@only_used_hooks
 class ExactResume(pl.Callback):
-    """Saves every random generator of every process, and restores it when a run is resumed.
+    """Saves every random generator of every rank, and restores it when a run is resumed.
 
-    Dropout, gates that are drawn and anything else that draws random numbers then go on as in the
-    uninterrupted run: Python's `random`, NumPy's global generator, and torch's on the CPU and on
-    every CUDA device. The order of the data is the loader's business: our DataModules resume in the
-    middle of an epoch, a plain torch `DataLoader` at the end of one.
+    Dropout, sampled gates and everything else that is random then continue as in the uninterrupted
+    run: Python's `random`, NumPy's global generator, and torch's on the CPU and on every CUDA
+    device. The order of the data is up to the loader: our DataModules resume in mid-epoch, a plain
+    torch `DataLoader` at the end of an epoch.
 
-    A checkpoint of another number of processes restores nothing and says so.
+    A checkpoint of another number of ranks restores nothing, with a warning.
 
     >>> sorted(ExactResume.generators())
     ['cuda', 'numpy', 'python', 'torch']
@@ -34,7 +31,7 @@ class ExactResume(pl.Callback):
 
     def __init__(self) -> None:
         self._fits = False
-        self._restore_later(None)
+        self._to_restore: dict[str, Any] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -42,7 +39,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def generators() -> dict[str, Any]:
-        """Return the state of every generator of this process, as tensors and plain values."""
+        """Return the state of every generator of this rank, as tensors and plain values."""
         import numpy as np
 
         version, words, gauss = random.getstate()
@@ -58,7 +55,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def restore(state: dict[str, Any]) -> None:
-        """Set every generator of this process."""
+        """Set every generator of this rank."""
         import numpy as np
 
         version, words, gauss = state["python"]
@@ -98,7 +95,7 @@ class ExactResume(pl.Callback):
                 "uninterrupted run."
             )
         else:
-            self._restore_later(states[trainer.global_rank])
+            self._to_restore = states[trainer.global_rank]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,10 +117,4 @@ class ExactResume(pl.Callback):
         # In the middle of an epoch, loaders have drawn their seeds anew since the start.
         if self._to_restore is not None and batch_idx > 0:
             self.restore(self._to_restore)
-        self._restore_later(None)
-
-    def _restore_later(self, state: dict[str, Any] | None) -> None:
-        """Keep what is to be restored; without it, no batch is waited for."""
-        self._to_restore = state
-        hook = ["on_train_batch_start"]
-        use_hooks(self, *([], hook) if state is None else (hook, []))
+        self._to_restore = None

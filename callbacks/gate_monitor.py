@@ -1,53 +1,56 @@
-"""See the gates: open rates, histograms, heat maps and classes, in whatever logger there is."""
+"""Log gate activity: open rates, histograms, heat maps and per-class rates, to any logger."""
 
-from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from dg_lightning.dashboards import GateTables, define_metrics, run_folder
-from dg_lightning.gate_activity import GateHistory, LookBack
-from dg_lightning.gate_statistics import unit_rates
-from dg_lightning.log_steps import log_of_step, logged_step, logs_now
-from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.collapse import unit_rates
+from dg_lightning.gates import GateLike, gate_layers
+from dg_lightning.monitoring import GateTables, define_metrics, run_folder
+from dg_lightning.monitoring.activity import GateHistory, HistoryEntry
+from dg_lightning.monitoring.snapshot import Snapshot
+from dg_lightning.monitoring.views import (
+    is_writing_rank,
+    log_scalar,
+    send_pictures,
+    send_tables,
+    write_files,
+)
+from dg_lightning.training import is_logged_step, log_step, logged_step
 
-from ._agreement import mean_over_ranks
-from ._gate_look import Look
-from ._gate_views import log_everywhere, send_pictures, send_tables, write_files, writes_files
+from ._agreement import mean_over_ranks, state_key
 
 __all__ = ["GateMonitor"]
 
 
-@only_used_hooks
 class GateMonitor(pl.Callback):
-    """Looks at the hard gates of every validation and test, and shows what they do.
+    """Logs the activity of the hard gates in validation and test.
 
-    Scalars go to every logger. Pictures (each unit over time, by class, an input gate as the image
-    or the list of features that it gates, the histogram of p) and tables go to loggers that can
-    show them, every few epochs and at the end; of a test under `gates_test`. The same as CSV files,
-    see `GateTables`, lies in the folder `gates` of the run, where `dg-lightning report` finds it.
-    Where there is no validation, gates are looked at in training, in the steps that are logged.
+    Scalars go to every logger. Pictures (units over time and by class, an input gate as the image
+    or feature list that it gates, the histogram of p) and tables go to loggers that support them,
+    every `every_n_epochs` epochs and at the end of training; those of a test under `gates_test`.
+    The same data is written as CSV files (see `GateTables`) to the run's `gates` folder, which
+    `dg-lightning report` reads. Without validation, the logged training steps are monitored.
 
-    Classes need labels as the second part of a batch. The correlation with hardness also needs
-    the class logits, returned from `validation_step`, as a tensor or under the key `logits`.
+    Per-class rates need labels as the second item of the batch. The hardness correlation also
+    needs the class logits, returned by `validation_step` as a tensor or under the key `logits`.
 
     Args:
-        every_n_epochs: Epochs from one picture and table for loggers to the next; 0 for none.
-        stage: Where a training is looked at; in validation where there is one, if None.
-        files: Whether CSV files are written.
-        layers: Name patterns of the gates; all when None.
+        every_n_epochs: Epochs between pictures and tables sent to loggers; 0 disables them.
+        stage: Stage of `fit` to monitor. If None, validation if there is one, else training.
+        files: Whether to write CSV files.
+        layers: Name patterns of the gates; all gates if None.
 
     | logged key | meaning |
     |---|---|
-    | `gates/open_rate` | share of open units, over all gates |
+    | `gates/open_rate` | share of open units over all gates |
     | `gates/open_rate_g/<layer>` | mean share of samples that open a unit |
     | `gates/open_rate_p/<layer>` | mean probability |
-    | `gates/churn/<layer>` | mean change of a unit's share since the last look |
-    | `gates/active_ratio` | share of open units, over gates that depend on the input |
-    | `gates/hardness_correlation` | of hardness (1 - largest class probability) and activity |
-    | `compute/...` | the ledger, of modules that do not log it themselves |
+    | `gates/churn/<layer>` | mean change of a unit's share since the last snapshot |
+    | `gates/active_ratio` | share of open units over input-dependent gates |
+    | `gates/hardness_correlation` | between hardness (1 - largest class probability) and activity |
+    | `compute/...` | compute ledger, for modules that do not log it themselves |
     | `gates/pictures`, `gates/layers`, `gates/units`, `collapse/verdicts` | media |
 
     >>> GateMonitor(every_n_epochs=5).every_n_epochs
@@ -70,123 +73,122 @@ class GateMonitor(pl.Callback):
         self.files = files
         self.layers = layers
         self._gates: dict[str, GateLike] = {}
-        self._in_training = False
-        self._start_anew()
+        self._monitors_training = False
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.history = GateHistory()
-        self._rows: list[dict[str, Any]] = []  # of layers.csv
-        self._look = Look(self._gates)
-        self._ended = self._look  # the last one that is complete
+        self._rows: list[dict[str, Any]] = []  # rows of layers.csv
+        self._snapshot = Snapshot(self._gates)
+        self._last_snapshot = self._snapshot  # last complete snapshot
         self._tables: GateTables | None = None
-        self._kept = "passed"  # what became of the last look
-        self._pictured_at: int | None = None  # the epoch
+        self._outcome = "skipped"  # what `history.add` returned last
+        self._last_picture_epoch: int | None = None
 
-    @cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers)
+        return state_key(self, layers=self.layers)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # A checkpoint without gates may be tested with a config that has them.
+        # An ungated checkpoint may be tested with a config that includes this callback.
         gates = gate_layers(pl_module, self.layers, required=stage == "fit")
         if sum(type(other) is type(self) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("Two GateMonitors would share keys and files: give one for all.")
+            raise ValueError("Two GateMonitors would share keys and files: use a single one.")
         if stage == "fit" and (trainer.global_step == 0 or gates != self._gates):
-            self._start_anew()
+            self._reset()
         self._gates = gates
-        self._tables = None  # every run has a folder of its own
-        if writes_files(trainer):
+        self._tables = None  # each run has its own folder
+        if is_writing_rank(trainer):
             for logger in trainer.loggers:
                 define_metrics(logger)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        validates = trainer.enable_validation
-        if self.stage == "validation" and not validates:
+        has_validation = trainer.enable_validation
+        if self.stage == "validation" and not has_validation:
             raise ValueError(
-                "GateMonitor is to look at the validation, and there is none: leave `stage` out."
+                "GateMonitor is set to monitor validation, but there is none: leave `stage` out."
             )
-        self._in_training = self.stage == "train" or not validates
-        self._look = Look(self._gates, self._in_training)
+        self._monitors_training = self.stage == "train" or not has_validation
+        self._snapshot = Snapshot(self._gates, self._monitors_training)
 
-    def _end_look(self, trainer: Any, pl_module: Any) -> None:
-        """Log the scalars of a look, and keep it."""
-        look = self._ended = self._look
-        look.end()
-        if not look.found:
+    def _log_snapshot(self, trainer: Any, pl_module: Any) -> None:
+        snapshot = self._last_snapshot = self._snapshot
+        snapshot.compute()
+        if not snapshot.results:
             return
         epoch, step = trainer.current_epoch, logged_step(trainer)
-        fits = trainer.state.fn == "fit"
-        # What has changed since a validation is no figure of a test.
-        rows = look.rows(epoch, step, self.history if fits else GateHistory())
+        is_fit = trainer.state.fn == "fit"
+        # Churn is only defined within a training run.
+        rows = snapshot.layer_rows(epoch, step, self.history if is_fit else GateHistory())
         for row in rows:
             for key in ("open_rate_g", "open_rate_p", "churn"):
                 if row[key] is not None:
-                    log_everywhere(pl_module, f"gates/{key}/{row['layer']}", row[key])
-        for key, value in look.totals(pl_module).items():
-            log_everywhere(pl_module, key, value, prog_bar=key == "gates/open_rate")
-        if fits:
-            self._kept = self.history.add(LookBack.of(epoch, step, look.found))
+                    log_scalar(pl_module, f"gates/{key}/{row['layer']}", row[key])
+        for key, value in snapshot.totals(pl_module).items():
+            log_scalar(pl_module, key, value, prog_bar=key == "gates/open_rate")
+        if is_fit:
+            self._outcome = self.history.add(HistoryEntry.from_gates(epoch, step, snapshot.results))
             self._rows += rows
 
-    def _show(self, trainer: Any) -> None:
-        """Write the files of a look, and hand pictures and tables to loggers when it is time."""
-        look = self._ended
-        if not look.found:
+    def _publish(self, trainer: Any) -> None:
+        snapshot = self._last_snapshot
+        if not snapshot.results:
             return
-        fits = trainer.state.fn == "fit"
-        due = fits and self._takes_picture(trainer.current_epoch)  # on all processes alike
-        if not writes_files(trainer):
+        is_fit = trainer.state.fn == "fit"
+        # On every rank, so that their state stays equal.
+        due = is_fit and self._check_picture_due(trainer.current_epoch)
+        if not is_writing_rank(trainer):
             return
-        if not fits:
-            self._show_alone(trainer, look)
+        if not is_fit:
+            self._publish_evaluation(trainer, snapshot)
             return
         if self.files:
-            self._write(trainer, look)
+            self._write_tables(trainer, snapshot)
         if due:
-            self._send(trainer)
+            self._send_media(trainer)
 
-    def _takes_picture(self, epoch: int) -> bool:
-        since = -1 if self._pictured_at is None else self._pictured_at
+    def _check_picture_due(self, epoch: int) -> bool:
+        since = -1 if self._last_picture_epoch is None else self._last_picture_epoch
         due = bool(self.every_n_epochs) and epoch - since >= self.every_n_epochs
         if due:
-            self._pictured_at = epoch
+            self._last_picture_epoch = epoch
         return due
 
-    def _write(self, trainer: Any, look: Look) -> None:
-        history, now = self.history, self._rows[-len(look.found) :]
+    def _write_tables(self, trainer: Any, snapshot: Snapshot) -> None:
+        history, new_rows = self.history, self._rows[-len(snapshot.results) :]
         assert history.last is not None
         if self._tables is None:
             self._tables = GateTables(run_folder(trainer) / "gates")
-            before = [kept for kept in history.looks if kept is not history.last]
-            self._tables.begin(before, self._rows[: -len(now)])
-        self._tables.add_layers(now)
-        if self._kept == "thinned":
-            self._tables.rewrite(history.looks)
-        elif self._kept == "kept":
+            before = [entry for entry in history.entries if entry is not history.last]
+            self._tables.begin(before, self._rows[: -len(new_rows)])
+        self._tables.add_layers(new_rows)
+        if self._outcome == "thinned":
+            self._tables.rewrite(history.entries)
+        elif self._outcome == "kept":
             self._tables.add(history.last)
-        write_files(trainer, self._tables, look)
+        write_files(trainer, self._tables, snapshot)
 
-    def _show_alone(self, trainer: Any, look: Look) -> None:
-        """Show a test, which has no history, beside what the training has shown."""
+    def _publish_evaluation(self, trainer: Any, snapshot: Snapshot) -> None:
+        """Publish a stand-alone validation or test, without history, under its own name."""
         name, history = f"gates_{trainer.state.fn.value}", GateHistory()
         epoch, step = trainer.current_epoch, logged_step(trainer)
-        rows = look.rows(epoch, step, history)
-        history.add(LookBack.of(epoch, step, look.found))
+        rows = snapshot.layer_rows(epoch, step, history)
+        history.add(HistoryEntry.from_gates(epoch, step, snapshot.results))
         if self.files:
             tables = GateTables(run_folder(trainer) / name)
-            tables.begin(history.looks, rows)
-            write_files(trainer, tables, look)
+            tables.begin(history.entries, rows)
+            write_files(trainer, tables, snapshot)
         if self.every_n_epochs:
-            send_pictures(trainer, name, look, history)
-            send_tables(trainer, name, look, step, rows)
+            send_pictures(trainer, name, snapshot, history)
+            send_tables(trainer, name, snapshot, step, rows)
 
-    def _send(self, trainer: Any) -> None:
+    def _send_media(self, trainer: Any) -> None:
         assert self.history.last is not None
-        send_pictures(trainer, "gates", self._ended, self.history)
-        send_tables(trainer, "gates", self._ended, self.history.last.step, self._rows)
+        send_pictures(trainer, "gates", self._last_snapshot, self.history)
+        send_tables(trainer, "gates", self._last_snapshot, self.history.last.step, self._rows)
 
     @override
     def on_train_batch_end(
@@ -197,56 +199,54 @@ class GateMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._in_training and logs_now(trainer):
-            self._look.add(pl_module, batch)
+        if self._monitors_training and is_logged_step(trainer):
+            self._snapshot.update(pl_module, batch)
             self._log_batch(trainer, pl_module)
 
     def _log_batch(self, trainer: Any, pl_module: Any) -> None:
-        """Log the open rates of one batch: an epoch may be the whole training."""
+        """Log the open rates of one batch, since an epoch may be the whole training run."""
         gates = list(self._gates.values())
         sizes = [gate.units // gate.block_size for gate in gates]
         rates = mean_over_ranks(trainer, unit_rates(gates))
-        opened, p, _ = rates.split([sum(sizes), sum(sizes), 3 * len(gates)])
-        for name, g_of_gate, p_of_gate in zip(
-            self._gates, opened.split(sizes), p.split(sizes), strict=True
-        ):
-            log_of_step(pl_module, f"gates/open_rate_g/{name}", g_of_gate.mean())
-            log_of_step(pl_module, f"gates/open_rate_p/{name}", p_of_gate.mean())
+        open_rates, p, _ = rates.split([sum(sizes), sum(sizes), 3 * len(gates)])
+        for key, values in (("open_rate_g", open_rates), ("open_rate_p", p)):
+            means = zip(self._gates, values.split(sizes), strict=True)
+            log_step(pl_module, {f"gates/{key}/{name}": part.mean() for name, part in means})
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._in_training:
-            self._end_look(trainer, pl_module)
-            self._show(trainer)
-            self._look = Look(self._gates, training=True)
+        if self._monitors_training:
+            self._log_snapshot(trainer, pl_module)
+            self._publish(trainer)
+            self._snapshot = Snapshot(self._gates, training=True)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last = self.history.last
-        if last is None or not self._ended.found or not writes_files(trainer):
+        if last is None or not self._last_snapshot.results or not is_writing_rank(trainer):
             return
-        if self._tables is not None and self._kept == "passed":
+        if self._tables is not None and self._outcome == "skipped":
             self._tables.add(last)
-        if self.every_n_epochs and self._pictured_at != last.epoch:
-            self._send(trainer)
+        if self.every_n_epochs and self._last_picture_epoch != last.epoch:
+            self._send_media(trainer)
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._looks_at_evaluation(trainer):
-            self._look = Look(self._gates)
+        if self._monitors_evaluation(trainer):
+            self._snapshot = Snapshot(self._gates)
 
     @override
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        if self._looks_at_evaluation(trainer):
-            self._look.start(pl_module)
+        if self._monitors_evaluation(trainer):
+            self._snapshot.start_counting(pl_module)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._look.stop()
+        self._snapshot.stop_counting()
 
     @override
     def on_validation_batch_end(
@@ -258,25 +258,25 @@ class GateMonitor(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._looks_at_evaluation(trainer):
-            self._look.add(pl_module, batch, outputs)
+        if self._monitors_evaluation(trainer):
+            self._snapshot.update(pl_module, batch, outputs)
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._looks_at_evaluation(trainer):
-            self._end_look(trainer, pl_module)
+        if self._monitors_evaluation(trainer):
+            self._log_snapshot(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._looks_at_evaluation(trainer):
-            self._show(trainer)
+        if self._monitors_evaluation(trainer):
+            self._publish(trainer)
 
-    def _looks_at_evaluation(self, trainer: Any) -> bool:
+    def _monitors_evaluation(self, trainer: Any) -> bool:
         if trainer.sanity_checking:
             return False
-        return bool(self._gates) and (trainer.state.fn != "fit" or not self._in_training)
+        return bool(self._gates) and (trainer.state.fn != "fit" or not self._monitors_training)
 
-    # A test is looked at in the same way.
+    # Tests are monitored like validation.
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -288,11 +288,11 @@ class GateMonitor(pl.Callback):
         return {
             "history": self.history.state_dict(),
             "rows": list(self._rows),
-            "pictured_at": self._pictured_at,
+            "pictured_at": self._last_picture_epoch,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict["history"])
         self._rows = list(state_dict["rows"])
-        self._pictured_at = state_dict["pictured_at"]
+        self._last_picture_epoch = state_dict["pictured_at"]

@@ -4,67 +4,57 @@ import math
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.compute import linear_maps
-from dg_lightning.log_steps import log_of_step, logs_now, steps_done
-from dg_lightning.penalties import (
+from dg_lightning.budget import (
     MacsPrices,
     Usage,
     unit_costs_by_connections,
-    usage_gradient,
     usage_term,
     without_a_price,
 )
-from dg_lightning.plan import Curve, warn_of_risks
-from dg_lightning.protocol import by_pattern, gate_layers
-from dg_lightning.schedules import Clock, Schedule, ValueAt, as_schedule
-from dg_lightning.slots import slots_of
-from dg_lightning.step_hooks import only_used_hooks, use_hooks
+from dg_lightning.compute import linear_maps
+from dg_lightning.gates import by_pattern, gate_layers
+from dg_lightning.schedules import Clock, Curve, Schedule, ValueAt, as_schedule, warn_of_risks
+from dg_lightning.training.step_logging import log_step
 
-from ._agreement import refuse_two_penalties
-from ._pressure import Pressure
+from ._penalty_term import PenaltyTerm, refuse_two_penalties
 
 __all__ = ["GatePenalty"]
 
-_EARLY, _LATE = ["on_before_backward", "on_train_batch_end"], ["on_after_backward"]
 
-
-@only_used_hooks
 class GatePenalty(pl.Callback):
-    """Adds the gradient of ``weight * usage`` to the one of the loss, once for every forward pass.
+    """Adds ``weight * usage`` to the loss, once per forward pass.
 
-    It acts in `on_before_backward`, or on static gates in `on_after_backward`, so that the module
-    needs to know nothing of gates; the value of the loss stays the module's own. In mixed precision
-    the penalty is scaled as the loss is; with automatic optimization and gradient accumulation it
-    is averaged over the micro-batches; with several processes the rates are taken over all of them.
+    It acts in `on_before_backward`, so the module need not know about gates. Only the gradient
+    changes; the value of the loss stays the module's own. The penalty follows the loss scaler in
+    mixed precision, is averaged over micro-batches with automatic gradient accumulation, and uses
+    rates over all ranks.
 
-    A gate remembers its last forward pass only: where a step runs the net several times, the last
-    one is penalised.
+    A gate records its last forward pass only: if a step runs the net several times, the last run is
+    penalised.
 
     Args:
         weight: λ, the weight of the usage term: a number, or a schedule of the optimizer step
             (``{start: 0, end: 0.02, begin: 3 epochs}``: a warmup at 0, then a linear ramp).
-        usage: `linear` is the sum over gates of the mean p (the paper's term, which leaves a gate
-            on the input out: see `layers`); `expected_macs` the share of the MACs of all linear
-            maps of the module that the mean p let expect; `target` the squared distance of each
-            gate's rate to `target`; `hinge_below` and `hinge_above` what it lacks to, or has above,
-            `target`.
-        of: Whether rates are of `p` or of the hard `g`, whose gradient is the one of p.
-        target: The rate that `target` and the hinges mean, one for all gates or by name pattern;
-            None takes the keep target that `ThresholdPhases` gives the gates.
-        power: 1 or 2, of the hinges.
-        layers: Name patterns of the gates to press on (``"*hidden.*"``); all when None.
-        layer_weights: Multiples of the weight for single gates, by name pattern; 1 for the others.
-        unit_costs: What each unit costs, for means of p or g that are weighted by it:
-            `connections` counts what its closing saves, or a list by name pattern.
-        name: Put behind the logged keys, to tell several penalties of one Trainer apart.
+        usage: `linear` is the sum over gates of the mean p (the paper's term, which excludes a gate
+            on the input: see `layers`); `expected_macs` the expected share of the MACs of all
+            linear maps of the module; `target` the squared distance of each gate's rate from
+            `target`; `hinge_below` and `hinge_above` how far it is below or above `target`.
+        of: Whether rates are means of `p` or of the hard `g`, whose gradient is that of p.
+        target: The rate for `target` and the hinges, for all gates or by name pattern; None for the
+            keep target of `ThresholdPhases`.
+        power: Exponent of the hinges, 1 or 2.
+        layers: Name patterns of the gates to penalise (``"*hidden.*"``); None for all.
+        layer_weights: Factors on the weight by name pattern; 1 for other gates.
+        unit_costs: Costs of units, for weighted means of p or g: `connections` counts what closing
+            a unit saves, or a list by name pattern.
+        name: Suffix of the logged keys, to distinguish several penalties of one Trainer.
 
     Raises:
-        ValueError: If the module has no gate, a pattern fits none, `expected_macs` does not know
-            which linear map a gate belongs to, or a target is missing.
+        ValueError: If the module has no gate, a pattern matches none, the linear map of a gate is
+            unknown to `expected_macs`, or a target is missing.
 
     | logged key | meaning |
     |---|---|
@@ -117,8 +107,7 @@ class GatePenalty(pl.Callback):
         self.layer_weights = dict(layer_weights or {})
         self.unit_costs = unit_costs
         self.name = name
-        self.pressure = Pressure({})
-        self._kept_terms: dict[str, Any] | None = None
+        self.term = PenaltyTerm({})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -148,7 +137,7 @@ class GatePenalty(pl.Callback):
                     f"`unit_costs` of {name} must be {blocks} numbers, at least 0 and not all 0, "
                     f"got {len(values)} from {min(values)} to {max(values)}."
                 )
-        self.pressure = Pressure(gates, self.of, costs)
+        self.term = PenaltyTerm(gates, self.of, costs)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,9 +145,7 @@ class GatePenalty(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._weight_at: ValueAt = self.weight.resolve(Clock.of(trainer))
-        self.pressure.later = self._kept_terms = None
-        use_hooks(self, [*_EARLY, *_LATE], [])
+        self._weight_at: ValueAt = self.weight.resolve(Clock.from_trainer(trainer))
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
@@ -175,110 +162,53 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        self.pressure.choose(trainer, pl_module, self, _EARLY, _LATE)
-        if self.pressure.later:
+        weight = self._weight_at(trainer.global_step)
+        shared = self.term.shared(trainer)
+        if self.usage != "hinge_below":  # which closes no gates
+            for state in shared:
+                state.penalty_active = state.penalty_active or weight * state.factor > 0
+        # The gradient of the linear term does not depend on other processes.
+        rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "linear")
+        if rates is None:
             return
-        weight, terms = self._weight(trainer, pl_module), self._terms(trainer, loss.device)
-        rates = self.pressure.act(
-            trainer,
-            pl_module,
-            loss,
-            lambda rates: usage_gradient(self.usage, rates, **terms),
-            self._tensors(terms),
-            weight=weight,
-            reduce=self.usage != "linear",  # whose gradient does not depend on other processes
+        weights = self.term.constant("layer weights", self._layer_weights, rates)
+        usage = usage_term(
+            self.usage,
+            rates,
+            targets=self._targets(trainer, rates),
+            power=self.power,
+            layer_weights=weights if self.layer_weights else None,
+            prices=self._prices,
         )
-        if rates is not None and logs_now(trainer):
-            self._log(trainer, pl_module, weight, usage_term(self.usage, rates, **terms))
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.pressure.later:
-            return
-        weight, terms = self._weight(trainer, pl_module), self._terms(trainer, pl_module.device)
-        rates = self.pressure.act_later(
-            trainer,
-            lambda rates: usage_gradient(self.usage, rates, **terms),
-            self._tensors(terms),
-            weight=weight,
-            wants_rates=logs_now(trainer),
-        )
-        if rates is not None:
-            self._log(trainer, pl_module, weight, usage_term(self.usage, rates, **terms))
-
-    def _weight(self, trainer: Any, pl_module: Any) -> float:
-        """Return λ, and leave word if it presses."""
-        weight = self._weight_at(steps_done(trainer, pl_module))
-        if self.usage != "hinge_below":  # which closes nothing
-            for slots in self.pressure.slots(trainer):
-                if not slots.pressing:
-                    slots.pressing = weight * slots.factor > 0
-        return weight
-
-    def _log(self, trainer: Any, pl_module: pl.LightningModule, weight: float, usage: Any) -> None:
+        self.term.add(trainer, pl_module, loss, weight * usage)
         suffix = "" if self.name is None else f"/{self.name}"
-        factors = [slots.factor for slots in self.pressure.slots(trainer)]
-        log_of_step(pl_module, f"gates/penalty{suffix}", usage)
-        log_of_step(
-            pl_module, f"gates/penalty_weight{suffix}", weight * sum(factors) / len(factors)
+        factor = sum(state.factor for state in shared) / len(shared)
+        log_step(
+            pl_module,
+            {f"gates/penalty{suffix}": usage, f"gates/penalty_weight{suffix}": weight * factor},
         )
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        if not self.pressure.later:
-            self.pressure.let_go()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.pressure.let_go()
+        self.term.end_batch()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self.pressure.forget()
+        self.term.detach()
 
-    def _terms(self, trainer: Any, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the usage term, as they are now, on a device."""
-        if self._prices is not None:
-            self._prices.refresh()
-        if self._kept_terms is not None:
-            return self._kept_terms
-        weights = None
-        if self.layer_weights:
-            weights = self.pressure.constant("layer weights", self._layer_weights, device)
-        terms = {
-            "targets": self._targets(trainer, device),
-            "power": self.power,
-            "layer_weights": weights,
-            "prices": self._prices,
-        }
-        if terms["targets"] is None:  # nothing of it changes in a training
-            self._kept_terms = terms
-        return terms
-
-    @staticmethod
-    def _tensors(terms: dict[str, Any]) -> list[Tensor]:
-        prices = terms["prices"]
-        found = [terms["targets"], terms["layer_weights"], None if prices is None else prices.form]
-        return [tensor for tensor in found if tensor is not None]
-
-    def _targets(self, trainer: Any, device: torch.device) -> Tensor | None:
-        """Return the rate that each gate is meant to have."""
+    def _targets(self, trainer: Any, rates: Tensor) -> Tensor | None:
+        """Return the rate that each gate should have."""
         if self.usage in ("linear", "expected_macs"):
             return None
-        gates = self.pressure.gates
+        gates = self.term.gates
         if isinstance(self.target, float | int):
             values = [float(self.target)] * len(gates)
         else:
-            phases = [slots_of(trainer, gate).keep for gate in gates.values()]
+            phases = [state.keep for state in self.term.shared(trainer)]
             given = by_pattern("target", self.target or {}, gates, None)
             both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
             values = [value for value in both if value is not None]
@@ -288,4 +218,4 @@ class GatePenalty(pl.Callback):
                     f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, "
                     "or let ThresholdPhases set keep targets."
                 )
-        return self.pressure.constant("targets", values, device)
+        return self.term.constant("targets", values, rates)

@@ -1,4 +1,4 @@
-"""Magnitude pruning, at once or little by little, with masks that stay."""
+"""Magnitude pruning, one-shot or gradual, with masks that stay."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,40 +9,42 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.averaging import mask_averages
-from dg_lightning.rewiring import Connections, all_finite, largest, largest_mask
+from dg_lightning.rewiring import (
+    SparseLayer,
+    change_connections,
+    largest,
+    largest_mask,
+    layer_densities,
+)
 from dg_lightning.schedules import Clock, Duration, check_duration
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.training import mask_averages
 
 from ._agreement import refuse_different_masks
-from ._sparse import Sparse
+from ._sparse import NewMasks, Sparse
 
 __all__ = ["MagnitudePruning"]
 
 
-@only_used_hooks
 class MagnitudePruning(Sparse):
-    """Takes the smallest weights away, and keeps them away.
+    """Prunes the smallest weights, and keeps them at 0.
 
-    At once: before training (`begin: 0`), or after a while (`begin: 15 epochs`), and what follows
-    is fine-tuning. Little by little, where `until` is later than `begin`: the share of zeros rises
-    with the cube of what is left of the way (Zhu, Gupta: "To prune, or not to prune",
-    arXiv:1710.01878).
+    One-shot, before training (`begin: 0`) or later (`begin: 15 epochs`), followed by fine-tuning.
+    Gradual if `until` is later than `begin`: sparsity follows a cubic schedule (Zhu, Gupta: "To
+    prune, or not to prune", arXiv:1710.01878).
 
     Args:
-        sparsity: The share of weights that are 0 in the end, over all layers or by name pattern.
-        scope: `global` compares the weights of all layers, `layer` those of one layer, each of
-            which gets the sparsity.
-        begin: When to prune, or to begin to.
-        until: When the sparsity is reached; at once when None.
-        every_n_steps: Optimizer steps from one pruning to the next, on the way.
-        layers: Name patterns of linear and convolution layers; all outside of gates when None.
-        structure: `unstructured`; of `scope: layer` also `block:16`, `2:4` or `fan_in`, see `RigL`.
+        sparsity: The final share of weights that are 0, over all layers or by name pattern.
+        scope: `global` ranks the weights of all layers together, `layer` prunes each layer to the
+            given sparsity.
+        begin: When pruning begins.
+        until: When the final sparsity is reached; None for one-shot pruning.
+        every_n_steps: Optimizer steps between prunings, if gradual.
+        layers: Name patterns of linear and convolution layers; None for all outside of gates.
+        structure: `unstructured`; with `scope: layer` also `block:16`, `2:4` or `fan_in`, see
+            `RigL`.
         masks: A checkpoint to take the first masks from, see `RigL`.
 
-    | logged key | meaning |
-    |---|---|
-    | `rewire/...` | as of `RigL` |
+    Logs the same keys as `RigL`.
 
     >>> MagnitudePruning(sparsity=0.4, begin="15 epochs").scope
     'global'
@@ -81,7 +83,7 @@ class MagnitudePruning(Sparse):
         self.until = until
         self.every_n_steps = every_n_steps
 
-    puts_off = True
+    retry_skipped = True
 
     @override
     def made_masks(self) -> dict[str, Tensor]:
@@ -91,8 +93,8 @@ class MagnitudePruning(Sparse):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._until == 0 and trainer.global_step == 0:  # before the first step
-            for c, mask in self.new_masks(trainer, 0, list(self.connections.values())).items():
-                c.change(mask, None)
+            masks, scores = self.new_masks(trainer, 0, list(self.connections.values()))
+            change_connections(masks, None, scores)
             mask_averages(pl_module, trainer, self.connections.values())
             refuse_different_masks(trainer, self.connections.values())
 
@@ -128,19 +130,15 @@ class MagnitudePruning(Sparse):
 
     @override
     @torch.no_grad()
-    def new_masks(
-        self, trainer: Any, step: int, due: list[Connections]
-    ) -> dict[Connections, Tensor]:
+    def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
         # What is gone stays gone.
-        scores = {c.name: c.weight.detach().abs().masked_fill(~c.mask, -1) for c in due}
-        if not all_finite(scores.values()):
-            return {}
+        scores = {x.name: x.weight.detach().abs().masked_fill(~x.mask, -1) for x in due}
         masks = self._pruned(scores, self.progress(step))
-        return {c: masks[c.name] & c.mask for c in due}
+        return {x: masks[x.name] & x.mask for x in due}, list(scores.values())
 
     def _pruned(self, scores: Mapping[str, Tensor], progress: float) -> dict[str, Tensor]:
         if self.scope == "layer":
-            wanted = self.densities(scores)
+            wanted = layer_densities(self._layers, self.sparsity, self.distribution)
             return {
                 name: largest_mask(score, 1 - progress * (1 - wanted[name]), self.structure)
                 for name, score in scores.items()

@@ -1,42 +1,38 @@
 """Keep a minimum of gates open (section 4.1 (4) of the paper)."""
 
-from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from dg_lightning.averaging import keep_settings_live
-from dg_lightning.gate_statistics import GateStatistics, unit_rates
-from dg_lightning.log_steps import steps_done
-from dg_lightning.protocol import GateLike, by_pattern, gate_layers
-from dg_lightning.schedules import Clock, Duration, check_duration
-from dg_lightning.slots import slots_of
-from dg_lightning.step_hooks import only_used_hooks, use_hooks
+from dg_lightning.collapse.statistics import GateStatistics, unit_rates
+from dg_lightning.gates.protocol import GateLike, by_pattern, gate_layers
+from dg_lightning.gates.state import shared_state
+from dg_lightning.schedules.schedule import Clock, Duration, check_duration
+from dg_lightning.training.averaging import keep_settings_live
 
-from ._agreement import mean_over_ranks
+from ._agreement import mean_over_ranks, state_key
 
 __all__ = ["MinimumActivity"]
 
-_CHECKS = 10  # looks at a unit, before it counts as dead
+_CHECKS = 10  # of a unit before it counts as dead
 
 
-@only_used_hooks
 class MinimumActivity(pl.Callback):
-    """Sets a floor on open gates, which holds in deployment too, and revives dead units.
+    """Sets a floor on open gates, in deployment too, and revives dead units.
 
-    The floor becomes part of the gate: every sample has at least so many units open, the ones with
-    the largest p, and a checkpoint carries it.
+    The floor is part of the gate and of its checkpoint: every sample has at least that many units
+    open, those with the largest p.
 
     Args:
-        min_open: The floor, a float as a share of a layer's gates (the paper's r_min, 0.05 to 0.1),
-            an int as a count (its forced top-k); one for all gates, or by name pattern. None leaves
-            the gates' own.
-        revive_after: Revive the units of GateNets that no sample has opened for so long: they go
-            back to their initial open rate. None for never.
-        revive_until: When to stop reviving, so that gates can settle.
-        layers: Name patterns of the gates; all when None.
+        min_open: The floor: a float is a share of a layer's gates (the paper's r_min, 0.05 to 0.1),
+            an int a count (its forced top-k); for all gates or by name pattern. None keeps the
+            gates' own.
+        revive_after: Reset units of GateNets that no sample has opened for this long to their
+            initial open rate. None for never.
+        revive_until: When reviving ends, so that gates can settle.
+        layers: Name patterns of the gates; None for all.
 
     >>> MinimumActivity(min_open=0.05).min_open
     0.05
@@ -65,13 +61,11 @@ class MinimumActivity(pl.Callback):
         self._gates: dict[str, GateLike] = {}
         self._seen_at = 0
         self._statistics = GateStatistics([])
-        if revive_after is None:
-            use_hooks(self, [], ["on_train_batch_end"])
 
-    @cached_property  # Lightning asks for it at every hook
+    @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(layers=self.layers)
+        return state_key(self, layers=self.layers)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,20 +98,15 @@ class MinimumActivity(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         keep_settings_live(pl_module, trainer)
         if self.revive_after is not None:
-            clock = Clock.of(trainer)
+            clock = Clock.from_trainer(trainer)
             self._interval = max(1, clock.steps(self.revive_after) // _CHECKS)
             self._until = clock.steps(self.revive_until)
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        step = steps_done(trainer, pl_module)
+        step = trainer.global_step
         if self.revive_after is None or step == self._seen_at or step > self._until:
             return
         if step // self._interval == self._seen_at // self._interval:
@@ -128,7 +117,7 @@ class MinimumActivity(pl.Callback):
         if not self._statistics.filled:
             return
         for index, (name, gate) in enumerate(self._watched.items()):
-            if figures[index].dead and not slots_of(trainer, gate).frozen:
+            if figures[index].dead and not shared_state(trainer, gate).frozen:
                 dead = self._statistics.dead_units(index, gate.block_size)
                 gate.revive(dead)
                 self.revived += int(dead.sum())
@@ -136,7 +125,7 @@ class MinimumActivity(pl.Callback):
                     f"MinimumActivity at step {step}, {name}: revived {int(dead.sum())} units that "
                     "no sample had opened."
                 )
-        self._statistics = GateStatistics(gates, _CHECKS)  # everybody has a new chance
+        self._statistics = GateStatistics(gates, _CHECKS)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Follow where samples go: which experts of a mixture they use."""
+"""Log how samples are routed to the experts of a mixture."""
 
 from typing import Any
 
@@ -6,30 +6,28 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.protocol import gate_layers
-from dg_lightning.routing import RoutingStatistics
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.gates.protocol import gate_layers
+from dg_lightning.monitoring.routing import RoutingStatistics
 
 __all__ = ["RoutingMonitor"]
 
 
-@only_used_hooks
 class RoutingMonitor(pl.Callback):
-    """Logs how the experts of a net are used, over a validation or test.
+    """Logs expert usage in validation and test.
 
-    It reads the forward pass of `validation_step` and `test_step`, which must return the class
-    logits, as a tensor or under the key `logits`; the labels are the second part of the batch.
+    `validation_step` and `test_step` must return the class logits, as a tensor or under the key
+    `logits`; the labels must be the second item of the batch.
 
     Args:
-        layers: Name patterns of the routers; all when None.
+        layers: Name patterns of the routers; all routers if None.
 
     | logged key | meaning |
     |---|---|
-    | `routing/entropy/<layer>` | of the experts' use, in nats |
-    | `routing/cv/<layer>` | coefficient of variation of the experts' use |
-    | `routing/mutual_information/<layer>` | of first expert and class, in nats |
-    | `routing/dropped/<layer>` | choices of an epoch that found no room, in training |
-    | `routing/capacity/<layer>` | samples that an expert takes in, mean over batches of training |
+    | `routing/entropy/<layer>` | entropy of expert usage, in nats |
+    | `routing/cv/<layer>` | coefficient of variation of expert usage |
+    | `routing/mutual_information/<layer>` | between first expert and class, in nats |
+    | `routing/dropped/<layer>` | assignments dropped for lack of capacity, per training epoch |
+    | `routing/capacity/<layer>` | expert capacity in samples, mean over training batches |
 
     >>> RoutingMonitor(layers=["net.router"]).layers
     ['net.router']
@@ -45,12 +43,12 @@ class RoutingMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        found = gate_layers(pl_module, self.layers)
-        self._routers = {name: gate for name, gate in found.items() if hasattr(gate, "chosen")}
+        gates = gate_layers(pl_module, self.layers)
+        self._routers = {name: gate for name, gate in gates.items() if hasattr(gate, "chosen")}
         if not self._routers:
             raise ValueError(
-                "RoutingMonitor follows routers, as of SwitchMoE, and there are only the gates "
-                f"{', '.join(found)}: GateMonitor follows those."
+                "RoutingMonitor needs routers, as in SwitchMoE, but there are only the gates "
+                f"{', '.join(gates)}: use GateMonitor for those."
             )
 
     @override
@@ -59,12 +57,7 @@ class RoutingMonitor(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         self._batches += 1
         for name, router in self._routers.items():
@@ -99,7 +92,7 @@ class RoutingMonitor(pl.Callback):
     def _log(self, pl_module: pl.LightningModule) -> None:
         for name, statistics in self._statistics.items():
             for key, value in statistics.compute().items():
-                # On the module's device: NCCL takes no other.
+                # NCCL requires tensors on the module's device.
                 device_value = value.float().to(pl_module.device)
                 pl_module.log(f"routing/{key}/{name}", device_value, sync_dist=True)
 
@@ -123,7 +116,7 @@ class RoutingMonitor(pl.Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log(pl_module)
 
-    # A test is looked at in the same way.
+    # Tests are monitored like validation.
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end

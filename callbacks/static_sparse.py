@@ -1,32 +1,27 @@
 """Train with connections that never change."""
 
 from dg_lightning.rewiring import Distribution
-from dg_lightning.step_hooks import only_used_hooks
 
-from ._masked_layers import Initial
-from ._sparse import Sparse
+from ._sparse import Initial, Sparse
 
 __all__ = ["StaticSparse"]
 
 
-@only_used_hooks
 class StaticSparse(Sparse):
-    """Trains a sparse net whose connections are drawn once: what rewiring must beat.
+    """Trains a sparse net with fixed random connections: the baseline of rewiring.
 
-    Also the way to go on training a net that was pruned elsewhere, see `masks`.
+    Also continues the training of a net that was pruned elsewhere, see `masks`.
 
     Args:
         sparsity: The share of weights that are 0, over all layers or by name pattern.
-        distribution: How it is shared out over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers; all outside of gates when None.
+        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers; None for all outside of gates.
         structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
-        initial: The connections: drawn at `random`, or of the largest weights.
+        initial: The connections: `random`, or those of the largest weights (`magnitude`).
         masks: A checkpoint to take the masks from, see `RigL`.
-        seed: Of what is drawn; the one of the whole run when None.
+        seed: Seed of the random masks; None for the seed of the run.
 
-    | logged key | meaning |
-    |---|---|
-    | `rewire/...` | as of `RigL` |
+    Logs the same keys as `RigL`.
 
     >>> StaticSparse(sparsity={"fc1": 0.8}).sparsity
     {'fc1': 0.8}

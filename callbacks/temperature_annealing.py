@@ -5,40 +5,35 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from dg_lightning.averaging import keep_settings_live
-from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
-from dg_lightning.plan import Curve, warn_of_risks
-from dg_lightning.protocol import GateLike, gate_layers, start_open_at
-from dg_lightning.schedules import Clock, Duration, Schedule, Shape, Stairs
-from dg_lightning.slots import set_temperature, slots_of
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.gates import GateLike, gate_layers, set_temperature, shared_state
+from dg_lightning.gates.protocol import set_initial_temperature
+from dg_lightning.schedules import Clock, Curve, Duration, Schedule, Shape, warn_of_risks
+from dg_lightning.training import keep_settings_live, log_step
 
 from ._agreement import refuse_two_writers
 
 __all__ = ["TemperatureAnnealing"]
 
 
-@only_used_hooks
 class TemperatureAnnealing(pl.Callback):
     """Sets the temperature τ of every gate from a schedule, before optimizer steps.
 
-    A way of 2,000 steps or more is gone in stairs, a thousand at least. τ is part of the gate, so a
-    checkpoint is deployed with the τ of its step. Where the schedule starts at another τ than the
-    gates were built with, their logits are scaled along once, so that every unit starts with the p
-    that it was given.
+    τ is part of the gate, so a checkpoint is deployed with the τ of its step. If the schedule
+    starts at another τ than the gates were built with, their logits are scaled once, so that every
+    unit starts with the p that it was given.
 
     Args:
         start: τ at `begin` and before.
         end: τ from `until` on.
-        shape: The way between them.
-        begin: When it sets out.
-        until: When it arrives.
-        staircase: `epoch` holds τ through each epoch.
-        layers: Name patterns of the gates; all when None.
+        shape: The curve between them.
+        begin: When τ begins to change.
+        until: When τ reaches `end`.
+        staircase: `epoch` holds τ constant within each epoch.
+        layers: Name patterns of the gates; None for all.
 
     | logged key | meaning |
     |---|---|
-    | `gates/temperature` | τ; with `/<layer>` behind it for the gates that `layers` names |
+    | `gates/temperature` | τ; with the suffix `/<layer>` if `layers` is given |
 
     >>> TemperatureAnnealing(start=2.0, end=1.0, until=0.7).schedule.end
     1.0
@@ -68,17 +63,12 @@ class TemperatureAnnealing(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock = Clock.of(trainer)
-        self._value_at = self.schedule.resolve(clock)
-        way = clock.steps(self.schedule.until) - clock.steps(self.schedule.begin)
-        jumps = self.schedule.staircase is not None or self.schedule.shape == "step"
-        self._stairs = Stairs(0 if jumps else way)
-        self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
+        self._value_at = self.schedule.resolve(Clock.from_trainer(trainer))
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
         if trainer.global_step == 0:
             for gate in self._gates.values():
-                start_open_at(gate, self._value_at(0))
+                set_initial_temperature(gate, self._value_at(0))
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
         """Return what this callback sets over the steps."""
@@ -89,14 +79,10 @@ class TemperatureAnnealing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        forget_logged(trainer)
-        stair = self._stairs.new_at(steps_done(trainer, pl_module))
-        if stair is not None:
-            self._value = self._value_at(stair)
-            for gate, slots in self._slots:
-                if slots.temperature != self._value:
-                    set_temperature(gate, slots, self._value)
-        if logs_now(trainer):
-            suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
-            for suffix in suffixes:
-                log_of_step(pl_module, f"gates/temperature{suffix}", self._value)
+        value = self._value_at(trainer.global_step)
+        for gate in self._gates.values():
+            shared = shared_state(trainer, gate)
+            if shared.temperature != value:
+                set_temperature(gate, shared, value)
+        suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
+        log_step(pl_module, {f"gates/temperature{suffix}": value for suffix in suffixes})

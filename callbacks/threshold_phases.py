@@ -6,13 +6,18 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from dg_lightning.averaging import keep_settings_live
-from dg_lightning.log_steps import forget_logged, log_of_step, logs_now, steps_done
-from dg_lightning.plan import Curve, warn_of_risks
-from dg_lightning.protocol import GateLike, gate_layers
-from dg_lightning.schedules import Clock, Duration, Phase, Stairs, ValueAt, check_duration, joined
-from dg_lightning.slots import set_threshold, slots_of
-from dg_lightning.step_hooks import only_used_hooks
+from dg_lightning.gates import GateLike, gate_layers, set_threshold, shared_state
+from dg_lightning.schedules import (
+    Clock,
+    Curve,
+    Duration,
+    Phase,
+    ValueAt,
+    check_duration,
+    join_phases,
+    warn_of_risks,
+)
+from dg_lightning.training import keep_settings_live, log_step
 
 from ._agreement import refuse_two_writers
 
@@ -26,26 +31,24 @@ _PAPER = (
 )
 
 
-@only_used_hooks
 class ThresholdPhases(pl.Callback):
-    """Leads keep target, threshold and penalty weight through phases, joined without a shock.
+    """Schedules keep target, threshold and penalty weight in phases with smooth transitions.
 
-    The threshold is written to the gates. Keep target and factor are left for the penalties: a
+    The threshold is written to the gates. Penalties read the other two: a
     `GatePenalty(usage="target")` without a target of its own follows the keep target, and every
-    penalty on these gates is multiplied by the factor. A join of 2,000 steps or more is gone in
-    stairs, a thousand at least.
+    penalty on these gates is multiplied by the factor.
 
     Args:
-        phases: The phases in order; the paper's three, with its middle values, when None.
-        join: How long one phase takes to turn into the next; 0 jumps.
-        buffer_keep: A keep target to stop at before the last phase's, where that is lower (the
-            paper: about 0.30, when a collapse threatens); null for none.
-        buffer: How long to stay there.
-        layers: Name patterns of the gates; all when None.
+        phases: The phases in order; None for the paper's three, with its middle values.
+        join: Length of the transition between phases; 0 for a jump.
+        buffer_keep: An intermediate keep target before the last phase's, if that is lower (the
+            paper: about 0.30, to avoid a collapse); null for none.
+        buffer: How long the intermediate target holds.
+        layers: Name patterns of the gates; None for all.
 
     | logged key | meaning |
     |---|---|
-    | `gates/threshold` | θ; with `/<layer>` behind it for the gates that `layers` names |
+    | `gates/threshold` | θ; with the suffix `/<layer>` if `layers` is given |
     | `gates/keep_target` | the keep target, likewise |
 
     >>> ThresholdPhases().phases[-1].threshold
@@ -82,10 +85,8 @@ class ThresholdPhases(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock = Clock.of(trainer)
+        clock = Clock.from_trainer(trainer)
         self._keep_at, self._threshold_at, self._factor_at = self._resolve(clock)
-        self._stairs = Stairs(clock.steps(self.join))
-        self._slots = [(gate, slots_of(trainer, gate)) for gate in self._gates.values()]
         keep_settings_live(pl_module, trainer)
         warn_of_risks(self, trainer, pl_module)
 
@@ -104,9 +105,9 @@ class ThresholdPhases(pl.Callback):
             keeps.insert(-1, stop)
             keep_starts.append(starts[-1] + width + clock.steps(self.buffer))
         return (
-            joined(keeps, keep_starts, width),
-            joined([phase.threshold for phase in self.phases], starts, width),
-            joined([phase.weight_factor for phase in self.phases], starts, width),
+            join_phases(keeps, keep_starts, width),
+            join_phases([phase.threshold for phase in self.phases], starts, width),
+            join_phases([phase.weight_factor for phase in self.phases], starts, width),
         )
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
@@ -123,16 +124,13 @@ class ThresholdPhases(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        forget_logged(trainer)
-        stair = self._stairs.new_at(steps_done(trainer, pl_module))
-        if stair is not None:
-            self._keep, self._threshold = self._keep_at(stair), self._threshold_at(stair)
-            for gate, slots in self._slots:
-                slots.keep, slots.phase_factor = self._keep, self._factor_at(stair)
-                if slots.threshold != self._threshold:
-                    set_threshold(gate, slots, self._threshold)
-        if logs_now(trainer):
-            suffixes = [""] if self.layers is None else [f"/{name}" for name in self._gates]
-            for suffix in suffixes:
-                log_of_step(pl_module, f"gates/threshold{suffix}", self._threshold)
-                log_of_step(pl_module, f"gates/keep_target{suffix}", self._keep)
+        step = trainer.global_step
+        keep, threshold = self._keep_at(step), self._threshold_at(step)
+        for gate in self._gates.values():
+            shared = shared_state(trainer, gate)
+            shared.keep, shared.phase_factor = keep, self._factor_at(step)
+            if shared.threshold != threshold:
+                set_threshold(gate, shared, threshold)
+        for suffix in [""] if self.layers is None else [f"/{name}" for name in self._gates]:
+            values = {f"gates/threshold{suffix}": threshold, f"gates/keep_target{suffix}": keep}
+            log_step(pl_module, values)

@@ -1,1 +1,129 @@
-"""Configurations that ship with the package: `dg-lightning fit --config digits/dynamicgate`."""
+"""Configs shipped with the package, found by short name (`digits/dynamicgate`)."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+
+from dg_lightning.refusal import refusal
+
+__all__ = [
+    "config_name",
+    "config_path",
+    "config_summary",
+    "option_values",
+    "resolve_config_paths",
+    "shipped_configs",
+]
+
+
+def shipped_configs() -> list[str]:
+    """List the short names of the shipped configs.
+
+    >>> "digits/dynamicgate" in shipped_configs()
+    True
+    """
+    folders = [entry for entry in files("dg_lightning.configs").iterdir() if entry.is_dir()]
+    found = [f"{folder.name}/{entry.name}" for folder in folders for entry in folder.iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+
+
+def config_summary(name: str) -> str:
+    """Return the first sentence of the leading comment of a shipped config.
+
+    >>> config_summary("digits/baseline")
+    'Digits, plain MLP: the dense reference.'
+    """
+    lines = files("dg_lightning.configs").joinpath(f"{name}.yaml").read_text("utf-8").splitlines()
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    comment = " ".join(line.removeprefix("#").strip() for line in lines[:first])
+    sentence, stop, _ = comment.partition(". ")
+    return sentence + stop.rstrip()
+
+
+def config_name(path: str) -> str:
+    """Return the short name of a shipped config, or the absolute path of another file."""
+    shipped = Path(str(files("dg_lightning.configs"))).resolve()
+    whole = Path(path).resolve()
+    if whole.is_relative_to(shipped):
+        return whole.relative_to(shipped).with_suffix("").as_posix()
+    return str(whole)
+
+
+def option_values(args: list[str], *names: str) -> Iterator[str]:
+    """Yield the values of an option, written as `--name value` or `--name=value`.
+
+    >>> list(option_values(["-c", "a", "--config=b", "--x=1"], "--config", "-c"))
+    ['a', 'b']
+    """
+    for index, argument in enumerate(args):
+        option, equals, value = argument.partition("=")
+        if option in names and (equals or index + 1 < len(args)):
+            yield value if equals else args[index + 1]
+
+
+def resolve_config_paths(args: list[str]) -> list[str]:
+    """Replace short names of shipped configs by their paths."""
+    resolved = list(args)
+    for index, argument in enumerate(resolved):
+        option, equals, value = argument.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if equals:
+            resolved[index] = f"{option}={config_path(value)}"
+        elif index + 1 < len(resolved):
+            resolved[index + 1] = config_path(resolved[index + 1])
+    return resolved
+
+
+def config_path(name: str) -> str:
+    """Return the path of a config, given by path or short name."""
+    if Path(name).is_file():
+        _check_yaml(name)
+        return name
+    shipped = shipped_configs()
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    if short in shipped:
+        if short.startswith("logger/wandb") and find_spec("wandb") is None:
+            raise refusal(f"{short} needs W&B: pip install wandb wandb-workspaces.")
+        return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
+    near = get_close_matches(short, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists those that ship."
+    raise refusal(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
+
+
+def _check_yaml(path: str) -> None:
+    """Refuse a file that is not a YAML mapping of plain values."""
+    try:
+        text = Path(path).read_text("utf-8")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if getattr(event, "tag", None) is not None:
+                line = event.start_mark.line + 1
+                raise refusal(f"{path}, line {line}: a config holds plain values, not tags.")
+        settings = yaml.compose(text, Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise refusal(f"{path} is not text: {error}.", error) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise refusal(f"{path}{where} is not YAML: {problem}.", error) from error
+    if not isinstance(settings, yaml.MappingNode):
+        raise refusal(f"{path} holds no settings: write them as `name: value`.")
+    _check_keys(path, settings)
+
+
+def _check_keys(path: str, node: yaml.Node) -> None:
+    """Refuse duplicate keys: the first value would be lost."""
+    seen = set()
+    for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+        key, value = item if isinstance(item, tuple) else (None, item)
+        if key is not None and key.value in seen:
+            line = key.start_mark.line + 1
+            raise refusal(f"{path}, line {line}: {key.value!r} stands twice: keep one of them.")
+        if key is not None and isinstance(key.value, str):
+            seen.add(key.value)
+        _check_keys(path, value)

@@ -1,4 +1,4 @@
-"""DataModules, one a dataset."""
+"""DataModules, one per dataset."""
 
 from .base import BaseDataModule
 from .cifar10 import CIFAR10DataModule

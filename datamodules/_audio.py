@@ -1,4 +1,4 @@
-"""Spoken words: reading, log-mel features, and changes of whole batches of waveforms."""
+"""Audio: WAV reading, log-mel features and batched waveform augmentation."""
 
 import os
 import wave
@@ -16,19 +16,19 @@ from ._tables import ArrayTable
 
 __all__ = ["FRONT_ENDS", "RATE", "FrontEnd", "LogMel", "ShiftAndNoise", "read_wave"]
 
-RATE = 16_000  # samples a second
-_FULL_SCALE = 32_768  # of 16-bit samples
+RATE = 16_000  # samples per second
+_FULL_SCALE = 32_768  # 16-bit audio
 
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """How a clip becomes features: times in samples at 16 kHz."""
+    """Settings of the log-mel features; times in samples at 16 kHz."""
 
-    length: int  # of the clip that is used, from its start
+    length: int  # of the clip, from its start; the rest is ignored
     n_fft: int
     window: int
     hop: int
-    centered: bool  # whether frames reach over the ends
+    centered: bool  # pad so that frames are centred on their time
     frames: int
     mels: int = 40
 
@@ -40,7 +40,7 @@ FRONT_ENDS = {
 
 
 class LogMel:
-    """Log-mel features in decibel of 16-bit samples, standardised within every clip."""
+    """Compute log-mel features in decibels from 16-bit audio, standardised per clip."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
@@ -63,12 +63,12 @@ class LogMel:
 
 
 class ShiftAndNoise:
-    """Moves every clip in time and adds background noise, as a whole batch.
+    """Shift clips in time and add background noise, for a whole batch at once.
 
     Args:
-        shift: Largest shift to either side, in samples; what is moved in is silence.
-        volume: Largest factor of the noise.
-        noise: Background noise, 16-bit samples in a row.
+        shift: Maximum shift in either direction, in samples; gaps are filled with silence.
+        volume: Maximum noise volume.
+        noise: Background noise, 16-bit samples.
     """
 
     def __init__(self, shift: int, volume: float, noise: ArrayTable | None) -> None:
@@ -77,19 +77,19 @@ class ShiftAndNoise:
         self.noise = noise
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Draw how far a clip is moved, which noise is added, and how loud."""
-        room = 1 if self.noise is None else len(self.noise) - RATE + 1
+        """Sample the shift, noise position and noise volume of every clip."""
+        starts = 1 if self.noise is None else len(self.noise) - RATE + 1
         return {
             "shift": generator.integers(-self.shift, self.shift + 1, samples),
-            "start": generator.integers(0, room, samples),
+            "start": generator.integers(0, starts, samples),
             "volume": generator.uniform(0, self.volume, samples).astype(np.float32),
         }
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Change a batch of waveforms (clips, 16-bit samples)."""
+        """Augment a batch of 16-bit waveforms (clips, samples)."""
         padded = F.pad(inputs, (self.shift, self.shift)).numpy()
-        moved = np.lib.stride_tricks.sliding_window_view(padded, inputs.shape[1], axis=1)
-        waves = moved[np.arange(len(inputs)), self.shift - draws["shift"]].astype(np.float32)
+        shifted = np.lib.stride_tricks.sliding_window_view(padded, inputs.shape[1], axis=1)
+        waves = shifted[np.arange(len(inputs)), self.shift - draws["shift"]].astype(np.float32)
         if self.noise is not None and self.volume:
             windows = np.lib.stride_tricks.sliding_window_view(self.noise.array, inputs.shape[1])
             waves += draws["volume"][:, None] * windows[draws["start"]]
@@ -97,23 +97,23 @@ class ShiftAndNoise:
 
 
 def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
-    """Read a WAV file of 16-bit samples as one channel at 16 kHz."""
+    """Read a 16-bit WAV file as mono audio at 16 kHz."""
     try:
         with wave.open(path) as file:
             parameters = file.getparams()
             content = file.readframes(parameters.nframes)
     except (wave.Error, EOFError) as error:
         raise ValueError(
-            f"{path} is damaged, or no WAV file of whole numbers ({os.path.getsize(path)} bytes: "
+            f"{path} is damaged, or not an integer WAV file ({os.path.getsize(path)} bytes: "
             f"{error}): get it again."
         ) from error
     rate, channels = parameters.framerate, parameters.nchannels
-    promised = parameters.nframes * channels * parameters.sampwidth
+    expected = parameters.nframes * channels * parameters.sampwidth
     if parameters.sampwidth != 2:
         raise ValueError(f"{path} must have 16-bit samples, got {8 * parameters.sampwidth} bits.")
-    if len(content) < promised or not content:
+    if len(content) < expected or not content:
         raise ValueError(
-            f"{path} is damaged: its header promises {promised} bytes of sound, got "
+            f"{path} is damaged: its header promises {expected} bytes of audio, got "
             f"{len(content)}; get it again."
         )
     samples = np.frombuffer(content, "<i2").reshape(-1, channels)
@@ -121,13 +121,13 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
         return samples[:, 0]
     if on_mismatch == "refuse":
         raise ValueError(
-            f"{path} must have {RATE} samples a second in one channel, got {rate} in {channels}: "
+            f"{path} must have {RATE} samples per second in one channel, got {rate} in {channels}: "
             "choose on_mismatch='convert', or convert the file."
         )
-    return _converted(samples, rate)
+    return _resample(samples, rate)
 
 
-def _converted(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
+def _resample(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
     from torchaudio.functional import resample
 
     mixed = torch.from_numpy(samples.astype(np.float32).mean(1))

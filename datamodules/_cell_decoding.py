@@ -1,4 +1,4 @@
-"""Decoding of cells: from an AnnData to tables of inputs, labels and parts."""
+"""Decode an AnnData into tables of inputs, labels and splits."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,15 +8,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from ._cell_preparation import CellPreparation, fingerprints
+from ._cell_preparation import CellPreparation, compute_fingerprints
 from ._cells import (
-    column_of,
+    handle_rare,
     leiden_clusters,
-    log_normalized,
+    log_normalize,
     read_cells,
-    values_of,
-    variable_genes,
-    without_rare,
+    read_labels,
+    read_values,
+    select_variable_genes,
 )
 from ._part import grouped_split, stratified_split
 from ._tables import Save
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["CellDecoder"]
 
 _PARTS = ("train", "val", "test")
-Names = NDArray[Any]  # of str, None where there is none
+Names = NDArray[Any]  # of str, None if unlabelled
 Rows = dict[str, NDArray[np.int64]]
 
 
 class CellDecoder:
-    """Makes tables of cells, with a preparation that is fitted or given.
+    """Decodes cells into tables, fitting the preparation unless one is given.
 
     Args:
-        settings: The DataModule, for its arguments.
-        cells: Cells in memory; read from its path if None.
-        preparation: That of a checkpoint; fitted to the cells if None.
+        settings: The DataModule, read for its arguments.
+        cells: Cells in memory; read from the DataModule's path if None.
+        preparation: Preparation of a checkpoint; fitted to the cells if None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CellDecoder:
         self.cells = read_cells(settings.path) if cells is None else cells
         if self.layer == "raw" and "raw" not in self.cells.layers:
             if self.cells.raw is None:
-                raise ValueError("The data has no `.raw`: leave `layer` out, or name another.")
+                raise ValueError("The data has no `.raw`: omit `layer`, or name another.")
             raw, self.layer = self.cells.raw.to_adata(), None
             raw.obs = self.cells.obs
             self.cells = raw
@@ -60,9 +60,9 @@ class CellDecoder:
         self.genes: Any = make_index_unique(self.cells.var_names)
 
     def decode(self, save: Save) -> None:
-        """Save all tables and facts."""
-        values = values_of(self.cells, self.layer, self.settings.values)
-        fit = self._fit if self.preparation is None else self._follow
+        """Save all tables and metadata."""
+        values = read_values(self.cells, self.layer, self.settings.values)
+        fit = self._fit if self.preparation is None else self._align
         facts, matrix, labels, rows = fit(values)
         for name, array in (
             ("values", matrix.data),
@@ -76,12 +76,12 @@ class CellDecoder:
         save.facts(cells=self.cells.obs_names.tolist(), **facts)
 
     def _fit(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
-        """Choose genes, classes and parts by these cells."""
+        """Select genes, classes and splits from these cells."""
         s = self.settings
         is_log = s.values == "log"
-        normal = values if is_log else log_normalized(values)
+        normal = values if is_log else log_normalize(values)
         names = self._labels(normal)
-        names = without_rare(names, "merge" if s.leiden else s.rare, s.smallest_cluster)
+        names = handle_rare(names, "merge" if s.leiden else s.rare, s.smallest_cluster)
         labelled = np.flatnonzero(names != np.array(None))
         if not len(labelled):
             raise ValueError(f"No class has {s.smallest_cluster} cells: lower `smallest_cluster`.")
@@ -92,9 +92,9 @@ class CellDecoder:
         if s.fit_on == "paper" or is_log:
             chosen = normal if s.fit_on == "paper" else normal[rows["train"]]
             flavor = "seurat" if is_log else "seurat_v3"
-            genes = variable_genes(chosen, s.genes, 3 if is_log else 0, flavor)
+            genes = select_variable_genes(chosen, s.genes, 3 if is_log else 0, flavor)
         else:
-            genes = variable_genes(values[rows["train"]], s.genes, least_cells=3)
+            genes = select_variable_genes(values[rows["train"]], s.genes, min_cells=3)
         every = self.genes
         expressed = np.flatnonzero(values.getnnz(0))
         fitted = CellPreparation(
@@ -112,35 +112,35 @@ class CellDecoder:
             "mean": scaled_by.mean(0).tolist(),
             "std": np.where(deviation > 0, deviation, 1).tolist(),  # a constant gene becomes 0
             "labels": names.tolist(),
-            "fingerprints": fingerprints(raw),
+            "fingerprints": compute_fingerprints(raw),
         }
         return facts, matrix, labels, rows
 
-    def _follow(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
-        """Align the cells with a checkpoint; its parts are known by their cells."""
+    def _align(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
+        """Align the cells with a checkpoint; cells of its splits are recognised."""
         fitted = self.preparation
         assert fitted is not None
         fitted.check_genes(self.genes)
         matrix, raw = fitted.align(self.genes, values)
-        prints = fingerprints(raw)
-        names, unlabelled = self._known_labels(prints)
+        prints = compute_fingerprints(raw)
+        names, unlabelled = self._find_labels(prints)
         place = {name: index for index, name in enumerate(fitted.class_names)}
         if self.settings.rare == "merge" and "rare" in place:
             names[[name is not None and name not in place for name in names]] = "rare"
         labels = np.array([place.get(name, -1) for name in names])
-        strange = {str(name) for name in names if name is not None and name not in place}
-        if strange:
-            some = ", ".join(sorted(strange)[:10])
+        unknown = {str(name) for name in names if name is not None and name not in place}
+        if unknown:
+            some = ", ".join(sorted(unknown)[:10])
             rank_zero_warn(
-                f"The data has labels that the net does not know ({some}): cells with them are "
-                "predicted, and not part of a test."
+                f"The data has labels that the net does not know ({some}): their cells are "
+                "predicted but not tested."
             )
             unlabelled = f"its labels ({some}) are none of {', '.join(fitted.class_names)}."
-        parts = np.array(fitted.parts_of(prints))
+        parts = np.array(fitted.find_parts(prints))
         rows = {part: np.flatnonzero((parts == part) & (labels >= 0)) for part in ("train", "val")}
         rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
         if (labels >= 0).any():
-            unlabelled = "all labelled cells are of the part that the net was trained on."
+            unlabelled = "all labelled cells are cells that the net was trained on."
         facts = {
             "class_names": list(fitted.class_names),
             "input_genes": list(fitted.input_genes),
@@ -150,14 +150,14 @@ class CellDecoder:
         }
         return facts, matrix, labels, rows
 
-    def _known_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
-        """Return the labels where there are some, and else why there are none."""
+    def _find_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
+        """Return the labels, and the reason if there are none."""
         s, fitted = self.settings, self.preparation
         assert fitted is not None
         none = np.full(self.cells.n_obs, None, dtype=object)
         if s.label_column is not None:
             try:
-                return column_of(self.cells, s.label_column, s.label_file), ""
+                return read_labels(self.cells, s.label_column, s.label_file), ""
             except (ValueError, OSError) as error:
                 return none, f"{error}"
         known = {
@@ -166,29 +166,29 @@ class CellDecoder:
             for print_, label in zip(fitted.seen[part], labels, strict=True)
         }
         if not known:
-            return none, f"name the column of labels with `label_column`; {self._columns()}."
+            return none, f"name the label column with `label_column`; {self._list_columns()}."
         names = np.array([known.get(print_) for print_ in prints.tolist()], dtype=object)
-        return names, "labels are clusters of the cells of the training, and it has none of them."
+        return names, "labels are clusters of training cells, and the data has none of these cells."
 
     def _labels(self, normal: Any) -> Names:
         s = self.settings
         if s.label_column is not None:
-            return column_of(self.cells, s.label_column, s.label_file)
+            return read_labels(self.cells, s.label_column, s.label_file)
         if not s.leiden:
             raise ValueError(
-                f"Name the column of labels with `label_column`; {self._columns()}. "
-                "`leiden: true` takes Leiden clusters instead, which are no independent truth."
+                f"Name the label column with `label_column`; {self._list_columns()}. "
+                "`leiden: true` uses Leiden clusters instead, which are no ground truth."
             )
-        # As the paper: a rule that is meant for counts, on log-normalised values of all cells.
-        return leiden_clusters(normal, variable_genes(normal, min(2000, normal.shape[1])))
+        # As in the paper: a method meant for counts, on log-normalised values of all cells.
+        return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))
 
-    def _columns(self) -> str:
+    def _list_columns(self) -> str:
         return f"obs has {', '.join(map(str, self.cells.obs.columns)) or 'no column'}"
 
     def _split(
         self, labels: NDArray[np.int64], labelled: NDArray[np.int64], class_names: Sequence[str]
     ) -> Rows:
-        """Return the rows of each part, among the labelled cells."""
+        """Return the rows of each split, among the labelled cells."""
         s = self.settings
         if s.split_by is None:
             of = torch.from_numpy(labels)
@@ -197,7 +197,7 @@ class CellDecoder:
             return dict(zip(_PARTS, (train, val, test), strict=True))
         if s.split_by not in self.cells.obs.columns:
             raise ValueError(
-                f"`split_by` must be a column of the data, got {s.split_by!r}; {self._columns()}."
+                f"`split_by` must be a column of obs, got {s.split_by!r}; {self._list_columns()}."
             )
         groups = self.cells.obs[s.split_by].astype(str).to_numpy(dtype=object)
         if set(groups[labelled]) == set(_PARTS):

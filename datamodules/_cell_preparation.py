@@ -1,4 +1,4 @@
-"""How counts of cells become the inputs of a net: fitted once, then applied to any file by name."""
+"""Preprocessing from cell counts to inputs: fitted once, applied to any file by gene name."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,29 +11,29 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._cells import log_normalized
+from ._cells import log_normalize
 
-__all__ = ["CellPreparation", "Standardize", "fingerprints"]
+__all__ = ["CellPreparation", "Standardize", "compute_fingerprints"]
 
-_MOST_MISSING = 0.1  # share of the input genes that a file may lack
-_NAMED = 10  # missing genes that a message names
+_MAX_MISSING = 0.1  # share of the input genes
+_MAX_NAMED = 10  # missing genes listed in a message
 
 
 @dataclass(frozen=True)
 class CellPreparation:
-    """What a net of cells must be given, in plain values for checkpoints and exports.
+    """Preprocessing of cells, as plain values for checkpoints and exports.
 
     Args:
-        input_genes: Names of the genes that are inputs, in their order.
-        total_genes: Names of the genes whose counts make up a cell's total: all that the cells had
-            at training. Empty if values were log-normalised already.
-        target_sum: Counts that every cell is scaled to before the logarithm.
-        mean: What is subtracted from each input; None if inputs are not scaled.
-        std: What each input is divided by then.
+        input_genes: Names of the input genes, in order.
+        total_genes: Names of the genes that are summed to a cell's total count: all genes of the
+            training data. Empty if the values were already log-normalised.
+        target_sum: Total count that every cell is scaled to before the logarithm.
+        mean: Mean of each input; None if inputs are not standardised.
+        std: Standard deviation of each input.
         class_names: Names of the classes, in the order of the outputs.
-        seen: Fingerprints of the cells of each part of the training.
-        seen_labels: The class of each of them, where labels are clusters of the cells: they belong
-            to those cells, and clustering others would give other ones.
+        seen: Fingerprints of the cells in each split of the training data.
+        seen_labels: Their classes, if labels are clusters: clustering other cells would give
+            different ones.
     """
 
     input_genes: Sequence[str]
@@ -46,15 +46,15 @@ class CellPreparation:
     seen_labels: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as numbers, strings, lists and dicts."""
+        """Return the preparation as plain values."""
         return {"kind": "cells", **asdict(self)}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "CellPreparation":
-        """Read it back, from a checkpoint.
+        """Restore a preparation from plain values.
 
         Raises:
-            ValueError: If the values are of other data than cells.
+            ValueError: If the values do not describe cells.
         """
         names = {entry.name for entry in fields(cls)}
         needed = {"input_genes", "total_genes", "class_names"}
@@ -63,47 +63,47 @@ class CellPreparation:
         return cls(**{key: value for key, value in values.items() if key != "kind"})
 
     def align(self, genes: Sequence[str], values: Any) -> tuple[Any, Any]:
-        """Select genes by name, and normalise.
+        """Select genes by name and normalise.
 
         Args:
-            genes: Names of the genes of the data, all different.
+            genes: Unique gene names of the data.
             values: Counts, or log-normalised values: CSR (cells, genes).
 
         Returns:
-            The inputs, CSR (cells, input genes), not yet scaled, and the same as they came.
+            The unscaled inputs, CSR (cells, input genes), and their raw values.
         """
         place = {name: index for index, name in enumerate(genes)}
-        raw = _columns(values, place, self.input_genes)
+        raw = _select_columns(values, place, self.input_genes)
         if not self.total_genes:
             return raw, raw
-        counted = _columns(values, place, self.total_genes)
+        counted = _select_columns(values, place, self.total_genes)
         known = {name: index for index, name in enumerate(self.total_genes)}
-        normal = log_normalized(counted, self.target_sum)
-        return _columns(normal, known, self.input_genes), raw
+        normal = log_normalize(counted, self.target_sum)
+        return _select_columns(normal, known, self.input_genes), raw
 
-    def parts_of(self, prints: NDArray[np.int64]) -> list[str]:
-        """Return the part of the training that each cell was in, by its fingerprint."""
+    def find_parts(self, prints: NDArray[np.int64]) -> list[str]:
+        """Return the training split of each cell, by fingerprint; empty if unseen."""
         parts = np.full(len(prints), "", dtype=object)
-        for name in ("train", "val", "test"):  # of equal cells, the one that may be tested counts
+        for name in ("train", "val", "test"):  # of duplicates, the later split wins
             parts[np.isin(prints, self.seen.get(name, ()))] = name
         found: list[str] = parts.tolist()
         return found
 
     def check_genes(self, names: Sequence[str]) -> None:
-        """Name missing genes, count unknown ones, and refuse data that lacks too many."""
+        """Warn about missing and unknown genes; reject data that lacks too many."""
         there = set(names)
         known = self.total_genes or self.input_genes
         missing = [name for name in self.input_genes if name not in there]
-        if len(missing) > _MOST_MISSING * len(self.input_genes):
+        if len(missing) > _MAX_MISSING * len(self.input_genes):
             raise ValueError(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
-                f"reads ({_some(missing)}); its genes are called {_some(list(names))}: rename them."
+                f"reads ({_short(missing)}); it has {_short(list(names))}: rename its genes."
             )
         if missing:
             rank_zero_warn(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
                 f"reads; they are taken as not expressed, and cells that did express them are not "
-                f"recognised as trained on: {_some(missing)}."
+                f"recognised as training cells: {_short(missing)}."
             )
         absent = sum(name not in there for name in known) - len(missing)
         if absent and self.total_genes:
@@ -115,12 +115,12 @@ class CellPreparation:
             rank_zero_info(f"{unknown} genes that no cell expressed at training are ignored.")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+def _short(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + ", ..." * (len(names) > _MAX_NAMED)
 
 
-def _columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any:
-    """Select columns by name; what is not there is 0."""
+def _select_columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any:
+    """Select columns by name; missing ones are 0."""
     from scipy.sparse import csr_matrix
 
     there = [(place[name], index) for index, name in enumerate(names) if name in place]
@@ -133,7 +133,7 @@ def _columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any
 
 
 class Standardize:
-    """Brings every gene to mean 0 and deviation 1."""
+    """Standardise every gene, in place."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean = torch.tensor(mean)
@@ -143,11 +143,11 @@ class Standardize:
         return values.sub_(self.mean).div_(self.std)
 
 
-def fingerprints(raw: Any) -> NDArray[np.int64]:
-    """Return a number for each cell that tells it from others, whatever file and name it has.
+def compute_fingerprints(raw: Any) -> NDArray[np.int64]:
+    """Return a hash of each cell's raw values, independent of file and barcode.
 
     Args:
-        raw: Values of the input genes as they came, before any scaling: CSR (cells, genes).
+        raw: Raw values of the input genes, CSR (cells, genes).
     """
     texts = (
         raw.indices[start:end].astype("<i4").tobytes() + raw.data[start:end].tobytes()

@@ -1,4 +1,4 @@
-"""Single cells: reading, labels and genes, with scanpy."""
+"""Single cells: reading, labels and gene selection, with scanpy."""
 
 import warnings
 from pathlib import Path
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from anndata import AnnData
 
-_LARGEST_LOG = 30.0  # no logarithm of a count per cell is larger
+_MAX_LOG = 30.0  # above any log-normalised count
 
 __all__ = [
-    "column_of",
+    "handle_rare",
     "leiden_clusters",
-    "log_normalized",
+    "log_normalize",
     "read_cells",
-    "values_of",
-    "variable_genes",
-    "without_rare",
+    "read_labels",
+    "read_values",
+    "select_variable_genes",
 ]
 
 
 def read_cells(path: Path) -> "AnnData":
-    """Read an .h5ad file, or a folder with a 10x matrix; nothing in it is run."""
+    """Read an .h5ad file or a folder with a 10x matrix, without executing code."""
     import anndata
     import scanpy
 
@@ -36,13 +36,13 @@ def read_cells(path: Path) -> "AnnData":
     return cells
 
 
-def values_of(cells: "AnnData", layer: str | None, values: str) -> Any:
-    """Return counts, or log-normalised values, as a CSR matrix (cells, genes) of float32.
+def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
+    """Return counts or log-normalised values, checked, as float32 CSR (cells, genes).
 
     Args:
         cells: The cells.
         layer: The layer to read; X if None.
-        values: `counts` or `log`, what it must hold.
+        values: `counts` or `log`: the expected content.
     """
     from scipy.sparse import csr_matrix
 
@@ -58,23 +58,23 @@ def values_of(cells: "AnnData", layer: str | None, values: str) -> Any:
     found.sum_duplicates()
     found.eliminate_zeros()
     if not np.isfinite(found.data).all():
-        raise ValueError(f"{where} has values that are no numbers: give counts.")
+        raise ValueError(f"{where} has values that are not finite: give counts.")
     if (found.data < 0).any():
         raise ValueError(
-            f"{where} has negative values, so it is scaled already: name a `layer` with "
+            f"{where} has negative values, so it is already scaled: name a `layer` with "
             f"counts{_layers(cells)}, or `layer: raw` for `.raw`."
         )
     if values == "counts" and (found.data != np.floor(found.data)).any():
         raise ValueError(
-            f"{where} has values that are not whole, so it is no counts but normalised already: "
-            f"name a `layer` with counts{_layers(cells)}, `layer: raw` for `.raw`, or take the "
+            f"{where} has fractional values, so it is already normalised: "
+            f"name a `layer` with counts{_layers(cells)}, `layer: raw` for `.raw`, or use the "
             "values as they are with `values: log`."
         )
     if values == "log" and found.nnz and (found.data == np.floor(found.data)).all():
-        raise ValueError(f"{where} has whole numbers only, so it is counts: leave `values` out.")
-    if values == "log" and found.data.max(initial=0) > _LARGEST_LOG:
+        raise ValueError(f"{where} has only integers, so it holds counts: omit `values`.")
+    if values == "log" and found.data.max(initial=0) > _MAX_LOG:
         raise ValueError(
-            f"{where} has values up to {found.data.max():.0f}, so it is no logarithms: leave "
+            f"{where} has values up to {found.data.max():.0f}, so it is not log-normalised: leave "
             "`values` at counts."
         )
     empty = np.flatnonzero(found.getnnz(1) == 0)
@@ -90,8 +90,8 @@ def _layers(cells: "AnnData") -> str:
     return f" ({', '.join(map(repr, cells.layers)) or 'none'})"
 
 
-def log_normalized(counts: Any, target_sum: float = 1e4) -> Any:
-    """Return counts scaled to the same total for every cell, and log(1 + x) of that."""
+def log_normalize(counts: Any, target_sum: float = 1e4) -> Any:
+    """Scale every cell to the same total count and apply log(1 + x)."""
     import anndata
     import scanpy
 
@@ -101,31 +101,29 @@ def log_normalized(counts: Any, target_sum: float = 1e4) -> Any:
     return normal.X
 
 
-def variable_genes(
-    values: Any, number: int, least_cells: int = 0, flavor: str = "seurat_v3"
+def select_variable_genes(
+    values: Any, number: int, min_cells: int = 0, flavor: str = "seurat_v3"
 ) -> NDArray[np.int64]:
     """Return the most variable genes, in the order of the data.
 
-    The rule is Seurat v3's, which is meant for counts, or `seurat`, for logarithms.
-
-    Genes that fewer cells than `least_cells` express are no candidates; in few cells, many such
-    genes make the rule's regression singular.
+    Use `seurat_v3` for counts and `seurat` for log-normalised values. Genes expressed in fewer than
+    `min_cells` cells are excluded: many of them would make the regression singular.
     """
     import anndata
     import scanpy
 
-    candidates = np.flatnonzero(values.getnnz(0) >= least_cells)
+    candidates = np.flatnonzero(values.getnnz(0) >= min_cells)
     if number > len(candidates):
         raise ValueError(
             f"`genes` must be at most {len(candidates)}, got {number}"
-            + (f": so many are expressed by {least_cells} training cells." if least_cells else ".")
+            + (f": that many are expressed in {min_cells} training cells." if min_cells else ".")
         )
     means = np.asarray(values[:, candidates].mean(0)).ravel()
     squares = np.asarray(values[:, candidates].power(2).mean(0)).ravel()
     varying = int((squares - means**2 > 1e-8 * np.maximum(squares, 1e-12)).sum())
     if varying < max(3, number):
         raise ValueError(
-            f"`genes` must be at most {varying}, got {number}: so many genes vary between cells."
+            f"`genes` must be at most {varying}, got {number}: only so many vary between cells."
         )
     try:
         found = scanpy.pp.highly_variable_genes(
@@ -135,17 +133,17 @@ def variable_genes(
             inplace=False,
             check_values=False,
         )
-    except ValueError as error:  # of the regression, in its own words
+    except ValueError as error:  # from the regression
         raise ValueError(
-            f"{values.shape[0]} cells are too few to tell variable genes ({error}): leave out "
-            "genes that hardly any of them expresses, as with "
+            f"{values.shape[0]} cells are too few to select variable genes ({error}): remove "
+            "rarely expressed genes, for example with "
             "scanpy.pp.filter_genes(cells, min_cells=3)."
         ) from error
     return candidates[np.flatnonzero(found["highly_variable"].to_numpy())]
 
 
 def leiden_clusters(normal: Any, genes: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the paper's labels: Leiden clusters of log-normalised values."""
+    """Compute the paper's labels: Leiden clusters of log-normalised values."""
     import anndata
     import scanpy
 
@@ -160,8 +158,8 @@ def leiden_clusters(normal: Any, genes: NDArray[np.int64]) -> NDArray[Any]:
     return clusters
 
 
-def without_rare(names: NDArray[Any], rare: str, smallest: int) -> NDArray[Any]:
-    """Keep, merge or leave out the classes of fewer than `smallest` cells."""
+def handle_rare(names: NDArray[Any], rare: str, smallest: int) -> NDArray[Any]:
+    """Keep, merge or drop classes with fewer than `smallest` cells."""
     if rare == "keep":
         return names
     classes, sizes = np.unique(names[names != np.array(None)].astype(str), return_counts=True)
@@ -170,9 +168,9 @@ def without_rare(names: NDArray[Any], rare: str, smallest: int) -> NDArray[Any]:
     return names
 
 
-def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
-    """Return a column of `obs`, or of a CSV file with barcodes first; None where it is empty."""
-    table = cells.obs if file is None else _read_names(file)
+def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
+    """Return a column of `obs` or of a CSV file indexed by barcode; None where empty."""
+    table = cells.obs if file is None else _read_csv(file)
     if column not in table.columns:
         known = ", ".join(map(str, table.columns)) or "none there"
         raise ValueError(
@@ -188,18 +186,18 @@ def column_of(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
         )
     values = table[column].reindex(cells.obs_names)
     if values.dtype.kind == "f" and (values.dropna() % 1 == 0).all():
-        values = values.astype("Int64")  # whole numbers beside empty ones
+        values = values.astype("Int64")  # integers with missing values
     names: NDArray[Any] = values.astype(str).to_numpy(dtype=object)
     names[values.isna().to_numpy()] = None
     if file is None:
-        names[names == "nan"] = None  # an empty value that somebody made a string of
+        names[names == "nan"] = None  # a missing value that was converted to a string
     if not any(name is not None for name in names):
         raise ValueError(f"No cell has a label in column {column!r}: name another.")
     return names
 
 
-def _read_names(file: Path) -> Any:
-    """Read a table by its first column; names stay names, whatever they look like."""
+def _read_csv(file: Path) -> Any:
+    """Read a CSV file of strings, indexed by its first column."""
     import pandas as pd
 
     try:

@@ -1,4 +1,4 @@
-"""Files of a dataset: how they are downloaded, checked and unpacked."""
+"""Download, verify and unpack dataset files."""
 
 import hashlib
 import shutil
@@ -21,18 +21,18 @@ _CHUNK = 1 << 20
 
 
 class DownloadError(Exception):
-    """Something is wrong with the net or the server, not with the files here."""
+    """The network or the server failed, not the local files."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file or an archive on the net.
+    """A file or archive to download.
 
     Args:
-        url: Where it is.
+        url: Its URL.
         digest: Its checksum, as `md5:...` or `sha256:...`.
-        target: The file, or the folder that the archive becomes, below the root.
-        folder: The folder of the archive that becomes the target, for an archive.
+        target: Destination below the root: a file, or a folder for an archive.
+        folder: For an archive, the folder inside it that becomes the target.
     """
 
     url: str
@@ -42,9 +42,9 @@ class Download:
 
 
 def check_digest(
-    file: BinaryIO, digest: str, name: object, way_out: str = "delete it and get it again"
+    file: BinaryIO, digest: str, name: object, remedy: str = "delete it and get it again"
 ) -> None:
-    """Refuse a file whose content is not the published one."""
+    """Raise ValueError if the content does not match the published checksum."""
     algorithm, _, expected = digest.partition(":")
     found = hashlib.new(algorithm)
     while chunk := file.read(_CHUNK):
@@ -52,26 +52,26 @@ def check_digest(
     if found.hexdigest() != expected:
         raise ValueError(
             f"{name} is damaged: its {algorithm} should be {expected}, got {found.hexdigest()}; "
-            f"{way_out}."
+            f"{remedy}."
         )
 
 
 def fetch(download: Download, root: Path) -> None:
-    """Put a file or an unpacked archive under the root: all of it, checked, or nothing."""
+    """Download and verify a file, or an archive to unpack, atomically."""
     target = root / download.target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that a rename is enough. Ours alone, because we hold the lock.
+    # Next to the target, so that a rename suffices. Not shared, because we hold the lock.
     scratch = target.with_name(f".{target.name}.download")
     with locked(root / ".download.lock", "downloads"):
-        if target.exists():  # another process was faster, or it is incomplete
+        if target.exists():  # downloaded by another process, or incomplete
             return
-        shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
         scratch.mkdir()
         try:
             got = scratch / PurePosixPath(download.url).name
             rank_zero_info(f"Downloading {download.url}")
             with got.open("wb") as file:
-                file.writelines(_chunks_of(download.url))
+                file.writelines(_stream(download.url))
             with got.open("rb") as file:
                 check_digest(file, download.digest, download.url, "try again later")
             if download.folder is not None:
@@ -84,7 +84,7 @@ def fetch(download: Download, root: Path) -> None:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock; say so if another process holds it for long."""
+    """Hold a file lock; log a message if another process blocks it."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=2)
@@ -97,7 +97,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def _chunks_of(url: str) -> Iterator[bytes]:
+def _stream(url: str) -> Iterator[bytes]:
     try:
         with urlopen(url, timeout=30) as answer:
             while chunk := answer.read(_CHUNK):
@@ -107,7 +107,7 @@ def _chunks_of(url: str) -> Iterator[bytes]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive into a folder; refuse one that would write outside it."""
+    """Unpack an archive into a folder; reject paths outside it."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
             for name in packed.namelist():

@@ -1,4 +1,4 @@
-"""Parts of image datasets: validation images are taken off the training ones."""
+"""Splits of image datasets; validation images are held out from the training images."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import numpy as np
 from ._part import Augmentation, Normalize, Part, stratified_split
 from ._tables import Tables
 
-__all__ = ["image_parts"]
+__all__ = ["split_images"]
 
 
-def image_parts(
+def split_images(
     tables: Tables,
     class_names: Sequence[str],
     val_share: float,
@@ -18,7 +18,7 @@ def image_parts(
     normalize: Normalize,
     augmentation: Augmentation | None = None,
 ) -> dict[str, Part]:
-    """Return the parts of tables `train_images`, `train_labels`, `test_images`, `test_labels`."""
+    """Split the tables `train_images`, `train_labels`, `test_images` and `test_labels`."""
     for name in ("train", "test"):
         images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
         if len(images) != len(labels):

@@ -1,4 +1,4 @@
-"""Parts of a dataset: whole batches are cut from tables by index, and augmented as a whole."""
+"""Dataset splits: whole batches are indexed from tables and augmented at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,24 +27,24 @@ Draws = dict[str, NDArray[Any]]
 
 
 class Rows(Protocol):
-    """Samples in a row: an array in memory, a memory-mapped one, or a sparse matrix."""
+    """Table of samples: an array, a memory-mapped array or a sparse matrix."""
 
     def __len__(self) -> int: ...
 
     def take(self, rows: Indices) -> Tensor:
-        """Return a dense copy of some rows."""
+        """Return a dense copy of the given rows."""
         ...
 
 
 class Augmentation(Protocol):
-    """A random change of every sample, each with draws of its own."""
+    """A random augmentation, sampled independently for every sample."""
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Draw what an epoch needs: arrays with a value for every sample."""
+        """Sample the random values of an epoch: arrays with one entry per sample."""
         ...
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Change a batch as its samples' draws say."""
+        """Augment a batch with the random values of its samples."""
         ...
 
 
@@ -52,46 +52,45 @@ class Augmentation(Protocol):
 class Part(Dataset[Batch]):
     """Training, validation or test samples.
 
-    Draws are made for a whole epoch at once and then looked up, so that the augmentation of a
-    sample is a function of (seed, epoch, index), whichever batch, worker or rank it is in.
+    Random values are sampled for a whole epoch at once, so that the augmentation of a sample is a
+    function of (seed, epoch, index), independent of batch, worker and rank.
     """
 
     table: Rows
-    rows: Indices  # where each sample lies in the table
-    labels: Tensor  # of each sample
-    prepare: Callable[[Tensor], Tensor] | None = None  # from rows of the table to a net's inputs
+    rows: Indices  # table row of each sample
+    labels: Tensor  # label of each sample
+    prepare: Callable[[Tensor], Tensor] | None = None  # table rows -> model inputs
     augmentation: Augmentation | None = None
-    _drawn: tuple[tuple[int, int], Draws] | None = field(default=None, repr=False)
+    _cached_draws: tuple[tuple[int, int], Draws] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of some samples."""
+        """Return inputs and labels of the given samples."""
         inputs = self.table.take(self.rows[indices])
         if self.augmentation is not None:
-            draws = self._draws(self.augmentation, seed, epoch)
+            draws = self._draws_for_epoch(self.augmentation, seed, epoch)
             inputs = self.augmentation.apply(inputs, {k: v[indices] for k, v in draws.items()})
         if self.prepare is not None:
             inputs = self.prepare(inputs)
         return inputs, self.labels[torch.from_numpy(indices)]
 
-    def _draws(self, augmentation: Augmentation, seed: int, epoch: int) -> Draws:
-        if self._drawn is None or self._drawn[0] != (seed, epoch):
+    def _draws_for_epoch(self, augmentation: Augmentation, seed: int, epoch: int) -> Draws:
+        if self._cached_draws is None or self._cached_draws[0] != (seed, epoch):
             generator = np.random.default_rng([seed, epoch, 1])
-            self._drawn = ((seed, epoch), augmentation.draw(generator, len(self)))
-        return self._drawn[1]
+            self._cached_draws = ((seed, epoch), augmentation.draw(generator, len(self)))
+        return self._cached_draws[1]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return a batch to a plain torch `DataLoader`."""
+        """Return a batch, for a plain torch `DataLoader`."""
         return self.cut(np.asarray(indices, dtype=np.int64))
 
 
 class Normalize:
-    """Makes float images of bytes: scaled to [0, 1], then by mean and deviation of each channel.
+    """Scale uint8 images to [0, 1] and standardise each channel.
 
-    The operations and their order are those of torchvision's `ToTensor` and `Normalize`, so that
-    the values are the same to the last bit.
+    Bit-identical to torchvision's `ToTensor` and `Normalize`: same operations, same order.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -102,16 +101,16 @@ class Normalize:
         return images.float().div_(255).sub_(self.mean).div_(self.std)
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings, for checkpoints and exports."""
+        """Return the settings as plain values, for checkpoints and exports."""
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
         return {"divide_by": 255, "mean": mean, "std": std}
 
 
 class CropFlip:
-    """Shifts every image by up to `padding` pixels, and mirrors each with a probability of 1/2.
+    """Shift images by up to `padding` pixels and flip them with probability 1/2.
 
-    The same as torchvision's `RandomCrop(size, padding)` and `RandomHorizontalFlip()` on bytes, for
-    a whole batch at once.
+    Equivalent to torchvision's `RandomCrop(size, padding)` and `RandomHorizontalFlip()`, but for a
+    whole batch of uint8 images at once.
     """
 
     def __init__(self, padding: int, flip: bool = True) -> None:
@@ -119,22 +118,22 @@ class CropFlip:
         self.flip = flip
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Draw the corner of the crop, and whether it is mirrored."""
+        """Sample the crop position and the flip of every image."""
         draws: Draws = {
             side: generator.integers(0, 2 * self.padding + 1, samples) for side in ("top", "left")
         }
-        mirrored = generator.random(samples) < 0.5
-        return {**draws, "flip": mirrored & self.flip}
+        flipped = generator.random(samples) < 0.5
+        return {**draws, "flip": flipped & self.flip}
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Crop and mirror a batch (samples, channels, height, width)."""
+        """Crop and flip a batch (samples, channels, height, width)."""
         images, flip, around = inputs.numpy(), draws["flip"], 2 * self.padding
         samples, channels, height, width = images.shape
         padded = np.zeros((samples, channels, height + around, width + around), images.dtype)
         inside = padded[:, :, self.padding :, self.padding :][:, :, :height, :width]
         inside[~flip] = images[~flip]
         inside[flip] = images[flip][..., ::-1]
-        # Mirroring comes before the crop here, so the crop is mirrored too.
+        # Flipping precedes the crop here, so the crop position is mirrored too.
         left = np.where(flip, around - draws["left"], draws["left"])
         crops = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
         return torch.from_numpy(crops[np.arange(samples), :, draws["top"], left])
@@ -143,8 +142,8 @@ class CropFlip:
 def stratified_split(
     indices: Indices, labels: Tensor, share: float, seed: int, class_names: Sequence[str]
 ) -> tuple[Indices, Indices]:
-    """Split samples in two, with a share of every class in the second part."""
-    from sklearn.model_selection import train_test_split  # half a second to import
+    """Split samples in two, with the given share of every class in the second part."""
+    from sklearn.model_selection import train_test_split  # slow import: half a second
 
     if not 0 < share < 1:
         raise ValueError(f"`val_share` must be above 0 and below 1, got {share}.")
@@ -180,14 +179,14 @@ def grouped_split(
     share: float,
     seed: int,
 ) -> tuple[Indices, Indices]:
-    """Split samples in two, with about a share of them in the second part, and groups kept whole.
+    """Split samples in two without splitting groups.
 
     Args:
         indices: The samples.
-        labels: Labels of all samples; their frequencies are kept as far as groups allow.
-        groups: Groups of all samples, such as donors.
-        share: Share of the second part.
-        seed: Seed.
+        labels: Labels of all samples; stratified as far as the groups allow.
+        groups: Group of every sample, such as its donor.
+        share: Approximate share of the second part.
+        seed: The random seed.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 

@@ -1,4 +1,4 @@
-"""How samples are prepared, which is part of a checkpoint."""
+"""Sample preparation as part of the checkpoint."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ __all__ = ["PreparedData"]
 
 
 class PreparedData(pl.LightningDataModule):
-    """A DataModule whose checkpoint holds the classes, the shape and the scaling of its inputs."""
+    """A DataModule that saves classes, input shape and scaling in the checkpoint."""
 
     _parts: dict[str, Part]
 
     @property
     @abstractmethod
     def class_names(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of their labels."""
+        """Class names, in label order."""
 
     @property
     @abstractmethod
@@ -29,27 +29,26 @@ class PreparedData(pl.LightningDataModule):
 
     @abstractmethod
     def part_to_predict(self) -> Part:
-        """Return the samples of `predict`, in the order of the dataset."""
+        """Return the samples for `predict`, in dataset order."""
 
     def preparation(self) -> dict[str, Any]:
-        """Return how samples become inputs, and what the classes are, as plain values."""
+        """Return the class names, input shape and scaling as plain values."""
         scaling: dict[str, Any] = getattr(self.part_to_predict().prepare, "plain", dict)()
         names, shape = list(self.class_names), list(self.input_shape)
         return {"class_names": names, "input_shape": shape, **scaling}
 
     def use_preparation(self, preparation: Mapping[str, Any]) -> None:
-        """Prepare samples as a checkpoint was trained with, or refuse if that cannot be done.
+        """Prepare samples as in training; raise ValueError if this is impossible.
 
         Args:
-            preparation: That of a trained model (`GatedClassifier.preparation`) or of another
-                DataModule.
+            preparation: From a trained model (`GatedClassifier.preparation`) or another DataModule.
         """
         for name in ("class_names", "input_shape"):
             trained, here = list(preparation.get(name) or ()), list(getattr(self, name))
             if trained and trained != here:
                 raise ValueError(
-                    f"The checkpoint was trained with {name} {_shortened(trained)}, "
-                    f"{type(self).__name__} has {_shortened(here)}: give the data of its training."
+                    f"The checkpoint was trained with {name} {_abbreviate(trained)}, "
+                    f"{type(self).__name__} has {_abbreviate(here)}: give the data of its training."
                 )
 
     @override
@@ -62,14 +61,14 @@ class PreparedData(pl.LightningDataModule):
             self.use_preparation(state_dict["preparation"])
 
     def describe_samples(self) -> dict[str, Sequence[Any]]:
-        """Return columns of `predictions.csv`, for the samples of `predict` in their order.
+        """Return the columns of `predictions.csv` that describe the samples of `predict`.
 
-        The first one tells samples apart; `true_label` is empty where it is not known.
+        The first column identifies the sample; `true_label` is empty where unknown.
         """
         part = self.part_to_predict()
         names = [self.class_names[label] for label in part.labels.tolist()]
         return {"index": range(len(part)), "true_label": names, "part": ["test"] * len(part)}
 
 
-def _shortened(values: list[Any]) -> str:
+def _abbreviate(values: list[Any]) -> str:
     return f"[{', '.join(map(str, values[:6]))}{', ...' * (len(values) > 6)}]"

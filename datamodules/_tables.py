@@ -1,4 +1,4 @@
-"""Tables of decoded samples, kept on disk and memory-mapped, so that decoding happens once."""
+"""Tables of decoded samples, cached on disk and memory-mapped."""
 
 import hashlib
 import json
@@ -21,18 +21,18 @@ from ._part import Indices
 __all__ = ["ArrayTable", "Save", "SparseTable", "Tables", "cached_tables", "tables_in_memory"]
 
 Array = NDArray[Any]
-FORMAT = 2  # raise it when the same source and settings give other tables
+FORMAT = 2  # increase when the same source and settings give different tables
 
 
 class Save(Protocol):
-    """What a decoder hands its results to."""
+    """Receives the results of a decoder."""
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        """Keep an array that comes in chunks along its first axis."""
+        """Save an array, given in chunks along its first axis."""
         ...
 
     def facts(self, **facts: Any) -> None:
-        """Keep what JSON can hold: class names and the like."""
+        """Save JSON-compatible metadata, such as class names."""
         ...
 
 
@@ -40,9 +40,9 @@ Decode = Callable[[Save], None]
 
 
 class ArrayTable:
-    """Rows of an array, in memory or in a file that is mapped.
+    """Rows of an array, in memory or in a memory-mapped file.
 
-    Pickled for a worker process, a file's table is its path, not its data.
+    A file-backed table is pickled as its path, not its data.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ArrayTable:
 
     @property
     def array(self) -> Array:
-        """The array; not to be written to."""
+        """The array; do not modify it."""
         if self._array is None:
             assert self._file is not None
             path, dtype, shape = self._file
-            # Copy on write, because torch has no read-only tensors; nothing writes.
+            # Copy-on-write, because torch does not support read-only tensors.
             mapped = np.memmap(path, dtype=dtype, mode="c", shape=tuple(shape))
             self._array = np.asarray(mapped)
         return self._array
@@ -66,7 +66,7 @@ class ArrayTable:
         return len(self.array)
 
     def take(self, rows: Indices) -> Tensor:
-        """Return a copy of some rows."""
+        """Return a copy of the given rows."""
         return torch.from_numpy(self.array.take(rows, axis=0))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ArrayTable:
 
 
 class SparseTable:
-    """Rows of a CSR matrix, which become dense only when they are taken."""
+    """Rows of a CSR matrix, converted to dense on access."""
 
     def __init__(
         self, data: ArrayTable, indices: ArrayTable, starts: ArrayTable, columns: int
@@ -86,11 +86,11 @@ class SparseTable:
         return len(self._parts[2]) - 1
 
     def take(self, rows: Indices) -> Tensor:
-        """Return some rows, dense."""
+        """Return the given rows as a dense tensor."""
         data, indices, starts = (part.array for part in self._parts)
         first, lengths = starts[rows], starts[rows + 1] - starts[rows]
         ends = np.cumsum(lengths)
-        # Positions of all entries of these rows, one row after the other.
+        # Positions of the entries of these rows, row by row.
         entries = np.arange(ends[-1]) + np.repeat(first - (ends - lengths), lengths)
         dense = np.zeros((len(rows), self.columns), data.dtype)
         dense[np.repeat(np.arange(len(rows)), lengths), indices[entries]] = data[entries]
@@ -98,7 +98,7 @@ class SparseTable:
 
 
 class Tables(Mapping[str, ArrayTable]):
-    """The arrays that a decoder saved, and its facts."""
+    """The arrays and metadata saved by a decoder."""
 
     def __init__(self, arrays: dict[str, ArrayTable], facts: dict[str, Any]) -> None:
         self._arrays = arrays
@@ -114,29 +114,29 @@ class Tables(Mapping[str, ArrayTable]):
         return len(self._arrays)
 
     def labels(self, name: str = "labels") -> Tensor:
-        """Return labels as a tensor in memory."""
+        """Return labels as an in-memory tensor."""
         return torch.from_numpy(np.array(self._arrays[name].array, dtype=np.int64))
 
 
 def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Tables:
-    """Return what `decode` saves, from disk if it was saved for the same origin.
+    """Return the tables that `decode` saves, from the cache if it has them for the same origin.
 
-    The origin is what the result depends on: files with their sizes and times, and settings.
+    The origin is everything the result depends on: files with their sizes and times, and settings.
 
-    An entry appears under its name by a single rename, when it is complete. One process at a time
-    makes it; others wait for it. What a killed one leaves is never read, and removed by the next.
-    Where nothing can be written, the tables stay in memory.
+    Entries are created atomically by a rename. One process builds an entry while others wait. The
+    remains of a killed process are never read, and the next process removes them. If the cache is
+    not writable, the tables stay in memory.
     """
     described = json.dumps([FORMAT, origin], sort_keys=True)
     entry = folder / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     try:
-        if _read(entry) is None:
-            with _caching(entry):
+        if _read_entry(entry) is None:
+            with _wrap_cache_errors(entry):
                 folder.mkdir(parents=True, exist_ok=True)
-            with _lock(entry, name):
-                if _read(entry) is None:  # another process may have made it meanwhile
-                    _make(entry, decode)
-        return _map(entry)
+            with _lock_entry(entry, name):
+                if _read_entry(entry) is None:  # not built by another process meanwhile
+                    _build_entry(entry, decode)
+        return _open_entry(entry)
     except _CannotCacheError as error:
         rank_zero_warn(
             f"The decoded {name} data is kept in memory, for this process alone: {error}. "
@@ -146,36 +146,36 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
 
 
 def tables_in_memory(decode: Decode) -> Tables:
-    """Return what `decode` saves, without a file."""
+    """Return the tables that `decode` saves, without writing files."""
     save = _MemorySave()
     decode(save)
     return Tables(save.arrays, save.all_facts)
 
 
 class _CannotCacheError(Exception):
-    """The cache cannot be used; errors of the source are other exceptions."""
+    """The cache is unusable; errors of the source data raise other exceptions."""
 
 
 @contextmanager
-def _caching(entry: Path) -> Iterator[None]:
-    """Say of errors of the file system that they are the cache's."""
+def _wrap_cache_errors(entry: Path) -> Iterator[None]:
+    """Convert file system errors to `_CannotCacheError`."""
     try:
         yield
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
         reason = getattr(error, "strerror", None) or error
         raise _CannotCacheError(f"{entry.parent} cannot be used ({reason})") from error
 
 
 @contextmanager
-def _lock(entry: Path, name: str) -> Iterator[None]:
+def _lock_entry(entry: Path, name: str) -> Iterator[None]:
     with ExitStack() as stack:
-        with _caching(entry):
+        with _wrap_cache_errors(entry):
             stack.enter_context(locked(Path(f"{entry}.lock"), f"decodes {name}"))
         yield
 
 
 class _DiskSave:
-    """Writes arrays as raw files into a folder, chunk by chunk."""
+    """Writes arrays to raw files in a folder, chunk by chunk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,20 +183,20 @@ class _DiskSave:
         self.all_facts: dict[str, Any] = {}
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        with _caching(self.folder):
+        with _wrap_cache_errors(self.folder):
             file = (self.folder / name).open("xb")
         rows, dtype, shape = 0, "", ()
         try:
             for chunk in chunks:
                 assert not rows or (dtype, shape) == (chunk.dtype.str, chunk.shape[1:])
                 rows, dtype, shape = rows + len(chunk), chunk.dtype.str, chunk.shape[1:]
-                with _caching(self.folder):
+                with _wrap_cache_errors(self.folder):
                     file.write(np.ascontiguousarray(chunk).data)
-            with _caching(self.folder):
+            with _wrap_cache_errors(self.folder):
                 file.flush()
                 os.fsync(file.fileno())
         finally:
-            with _caching(self.folder):  # what is still buffered may not fit either
+            with _wrap_cache_errors(self.folder):  # flushing the buffer may fail too
                 file.close()
         _require_rows(rows, name)
         self.arrays[name] = {"dtype": dtype, "shape": [rows, *shape]}
@@ -205,7 +205,7 @@ class _DiskSave:
         self.all_facts.update(facts)
 
     def finish(self) -> None:
-        with _caching(self.folder), (self.folder / "contents.json").open("x") as file:
+        with _wrap_cache_errors(self.folder), (self.folder / "contents.json").open("x") as file:
             json.dump({"arrays": self.arrays, "facts": self.all_facts}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -219,9 +219,9 @@ class _MemorySave:
         self.all_facts: dict[str, Any] = {}
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        kept = list(chunks)
-        _require_rows(sum(map(len, kept)), name)
-        self.arrays[name] = ArrayTable(np.concatenate(kept))
+        arrays = list(chunks)
+        _require_rows(sum(map(len, arrays)), name)
+        self.arrays[name] = ArrayTable(np.concatenate(arrays))
 
     def facts(self, **facts: Any) -> None:
         self.all_facts.update(facts)
@@ -232,10 +232,10 @@ def _require_rows(rows: int, name: str) -> None:
         raise ValueError(f"The dataset has nothing for {name!r}: it is not complete.")
 
 
-def _make(entry: Path, decode: Decode) -> None:
-    unfinished = Path(f"{entry}.unfinished")  # ours alone: we hold the lock
-    with _caching(entry):
-        for leftover in (unfinished, entry):  # of a killed process; damaged
+def _build_entry(entry: Path, decode: Decode) -> None:
+    unfinished = Path(f"{entry}.unfinished")  # not shared: we hold the lock
+    with _wrap_cache_errors(entry):
+        for leftover in (unfinished, entry):  # left by a killed process; damaged
             if leftover.exists():
                 shutil.rmtree(leftover)
         unfinished.mkdir()
@@ -243,15 +243,15 @@ def _make(entry: Path, decode: Decode) -> None:
         save = _DiskSave(unfinished)
         decode(save)
         save.finish()
-        with _caching(entry):
+        with _wrap_cache_errors(entry):
             unfinished.rename(entry)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def _read(entry: Path) -> Tables | None:
-    """Return a complete entry, or None."""
+def _read_entry(entry: Path) -> Tables | None:
+    """Return the entry if it is complete, else None."""
     try:
         contents = json.loads((entry / "contents.json").read_text())
         arrays = {}
@@ -263,13 +263,13 @@ def _read(entry: Path) -> Tables | None:
             arrays[name] = ArrayTable(file=(path, array["dtype"], array["shape"]))
         return Tables(arrays, contents["facts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # not there, damaged, or another user's
+        return None  # missing, damaged, or owned by another user
 
 
-def _map(entry: Path) -> Tables:
-    """Return an entry whose arrays can be read even if it is deleted later."""
-    tables = _read(entry)
-    with _caching(entry):
+def _open_entry(entry: Path) -> Tables:
+    """Return an entry whose arrays stay readable even if it is deleted later."""
+    tables = _read_entry(entry)
+    with _wrap_cache_errors(entry):
         if tables is None:
             raise OSError(f"{entry.name} is not as it was written")
         for table in tables.values():

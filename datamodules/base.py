@@ -1,4 +1,4 @@
-"""What all DataModules share: files, cache, splits, loaders, and facts on classes."""
+"""Base class of all DataModules: downloads, cache, splits, loaders and class statistics."""
 
 import os
 from abc import abstractmethod
@@ -14,32 +14,32 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ._files import Download, DownloadError, fetch
-from ._loader import BatchLoader, place_in_process_group
+from ._loader import BatchLoader, rank_and_world_size
 from ._part import Batch, Part
 from ._prepared import PreparedData
 from ._tables import Save, Tables, cached_tables, tables_in_memory
 
-__all__ = ["BaseDataModule", "one_of"]
+__all__ = ["BaseDataModule", "check_choice"]
 
 
 class BaseDataModule(PreparedData):
-    """A dataset that is decoded once, and then cut into whole batches by index.
+    """A dataset that is decoded once and then indexed in whole batches.
 
-    A dataset's class says which files it needs (`downloads`, `sources`), how they become tables
+    Subclasses define which files they need (`downloads`, `sources`), how to decode them into tables
     (`decode`), and which rows are training, validation and test samples (`split`).
 
     Args:
-        batch_size: Samples in a training batch, on every rank.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        root: Folder of the datasets; the environment variable DG_DATA or `data` if None.
-        cache_dir: Folder of decoded data; DG_CACHE or `.dg_cache` in the root if None.
-        split_seed: Seed of the split, and of what else is drawn once, such as clips of silence.
-        num_workers: Processes that cut batches. Samples are decoded already, so 0 is mostly best.
-        pin_memory: Whether batches are put into page-locked memory.
+        batch_size: Training batch size per rank.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        root: Folder of the datasets; defaults to the environment variable DG_DATA, else `data`.
+        cache_dir: Folder of decoded data; defaults to DG_CACHE, else `.dg_cache` in the root.
+        split_seed: Seed of the split and of other one-time sampling, such as silent clips.
+        num_workers: Worker processes. Samples are already decoded, so 0 is usually best.
+        pin_memory: Whether to copy batches into pinned memory.
     """
 
     downloads: tuple[Download, ...] = ()
-    # Packages, and what brings them.
+    # Package -> what to `pip install`.
     needs: ClassVar[Mapping[str, str]] = {"sklearn": "scikit-learn"}
 
     def __init__(
@@ -71,89 +71,89 @@ class BaseDataModule(PreparedData):
         self.root = Path(root or os.environ.get("DG_DATA") or "data").absolute()
         cache = cache_dir or os.environ.get("DG_CACHE") or self.root / ".dg_cache"
         self.cache_dir = Path(cache).absolute()
-        self._opened: Tables | None = None
+        self._loaded_tables: Tables | None = None
         self._parts: dict[str, Part] = {}
         self._stage = ""
 
-    # What a dataset's class says.
+    # Defined by subclasses.
 
     @abstractmethod
     def sources(self) -> Sequence[Path | str]:
-        """Return the files that are decoded, whether they are there or not."""
+        """Return the files to decode, whether they exist or not."""
 
     def settings(self) -> Mapping[str, Any]:
-        """Return what decoding depends on besides the files."""
+        """Return the settings that decoding depends on."""
         return {}
 
     @abstractmethod
     def decode(self, save: Save) -> None:
-        """Make tables of the files."""
+        """Decode the files into tables."""
 
     @abstractmethod
     def split(self, tables: Tables) -> dict[str, Part]:
-        """Return the parts `train`, `val` and `test`."""
+        """Return the splits `train`, `val` and `test`."""
 
-    # What follows from it.
+    # Provided for all datasets.
 
     @override
     def prepare_data(self) -> None:
-        _, missing = self._look_for_sources()
-        for download in self._bringing(missing):
+        _, missing = self._find_sources()
+        for download in self._downloads_for(missing):
             try:
                 fetch(download, self.root)
             except DownloadError as error:
-                raise self._lacking(missing, f"; the download failed ({error})") from error
+                raise self._missing_error(missing, f"; the download failed ({error})") from error
             except OSError as error:
                 why = f"; it cannot be written there ({error.strerror})"
-                raise self._lacking(missing, why) from error
+                raise self._missing_error(missing, why) from error
         self._tables()
 
-    def _look_for_sources(self) -> tuple[list[Any], list[Path]]:
-        """Return what identifies the files that are there, and those that are not."""
+    def _find_sources(self) -> tuple[list[Any], list[Path]]:
+        """Return identities of the existing files, and the missing files."""
         there: list[Any] = []
         missing = []
         for path in self.sources():
             try:
                 found = os.stat(path)
-                name = str(path).removeprefix(str(self.root))  # a root may be moved
-                # The last one changes with the content, whatever the others are set to.
+                name = str(path).removeprefix(str(self.root))  # the root may be moved
+                # ctime changes with the content, even if mtime is reset.
                 there.append((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
             except (FileNotFoundError, NotADirectoryError):
                 missing.append(Path(path))
         return there, missing
 
-    def _bringing(self, missing: Sequence[Path]) -> list[Download]:
-        """Return the downloads that bring missing files."""
+    def _downloads_for(self, missing: Sequence[Path]) -> list[Download]:
+        """Return the downloads that contain missing files."""
         targets = {d: self.root / d.target for d in self.downloads}
         return [d for d in targets if any(p.is_relative_to(targets[d]) for p in missing)]
 
-    def _lacking(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
-        """Return the error that says what is missing, where it belongs and how to get it."""
+    def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
+        """Return an error that names the missing files and how to get them."""
         paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
-        ways = ["name a file that is there"]
-        if downloads := self._bringing(missing):
+        fixes = ["name an existing file"]
+        if downloads := self._downloads_for(missing):
             for download in downloads:
                 if download.folder and (folder := self.root / download.target).exists():
-                    why += f"; remove {folder}, for it is incomplete"
+                    why += f"; remove {folder}, which is incomplete"
             unpacked = {
                 d: f" and unpack it to {self.root / d.target}" for d in downloads if d.folder
             }
-            ways = [f"get {d.url}{unpacked.get(d, '')}" for d in downloads]
-            ways += ["or point `root` or DG_DATA to the folder that holds the dataset"]
-        return FileNotFoundError(f"{type(self).__name__} misses {paths}{why}: {', '.join(ways)}.")
+            fixes = [f"get {d.url}{unpacked.get(d, '')}" for d in downloads]
+            fixes += ["or point `root` or DG_DATA to the folder that holds the dataset"]
+        return FileNotFoundError(f"{type(self).__name__} misses {paths}{why}: {', '.join(fixes)}.")
 
     def _tables(self) -> Tables:
-        if self._opened is None:
-            files, missing = self._look_for_sources()
+        if self._loaded_tables is None:
+            files, missing = self._find_sources()
             if missing:
-                raise self._lacking(missing)
+                raise self._missing_error(missing)
             if files:
                 name = type(self).__name__.removesuffix("DataModule")
                 origin = [files, self.settings()]
-                self._opened = cached_tables(self.cache_dir, name, origin, self.decode)
-            else:  # what ships with a library, or is in memory, is not kept again
-                self._opened = tables_in_memory(self.decode)
-        return self._opened
+                self._loaded_tables = cached_tables(self.cache_dir, name, origin, self.decode)
+            else:  # in memory or part of a library: no need to cache
+                self._loaded_tables = tables_in_memory(self.decode)
+        return self._loaded_tables
 
     @override
     def setup(self, stage: str) -> None:
@@ -166,15 +166,15 @@ class BaseDataModule(PreparedData):
         rank_zero_info(f"{type(self).__name__}: {self.describe_parts()}.")
 
     def describe_parts(self) -> str:
-        """Say how many samples there are, and how often a constant answer is right."""
+        """Describe the split sizes and the accuracy of the majority class."""
         sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
         return (
-            f"{sizes} samples of {self.num_classes} classes; always saying the most frequent one "
-            f"is right in {self.majority_rate():.1%} of the test part"
+            f"{sizes} samples of {self.num_classes} classes; always predicting the most frequent "
+            f"one is right for {self.majority_rate():.1%} of the test samples"
         )
 
     def check_parts(self, parts: Mapping[str, Part]) -> None:
-        """Refuse parts that cannot be trained or evaluated on."""
+        """Raise ValueError if a split cannot be used for training or evaluation."""
         if self.num_classes < 2:
             raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
         for name, part in parts.items():
@@ -187,24 +187,24 @@ class BaseDataModule(PreparedData):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What only the files know, such as class names; they are fetched if need be."""
-        if self._opened is None:
+        """Metadata stored in the files, such as class names; downloaded if necessary."""
+        if self._loaded_tables is None:
             self.prepare_data()
         return self._tables().facts
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return len(self.class_names)
 
     def part(self, name: str) -> Part:
         """Return the samples of `train`, `val` or `test`."""
         if not self._parts:
             raise RuntimeError(f"{type(self).__name__}.setup('fit') must be called first.")
-        return self._parts[one_of("part", name, *self._parts)]
+        return self._parts[check_choice("part", name, *self._parts)]
 
     def class_counts(self) -> dict[str, dict[str, int]]:
-        """Return the samples of every class in every part."""
+        """Return the number of samples per class in every split."""
         return {
             name: dict(zip(self.class_names, self._counts(self.part(name)).tolist(), strict=True))
             for name in ("train", "val", "test")
@@ -214,19 +214,19 @@ class BaseDataModule(PreparedData):
         return torch.bincount(part.labels, minlength=self.num_classes)
 
     def majority_rate(self, part: str = "test") -> float:
-        """Return the accuracy of always saying the most frequent class of the training samples."""
-        most = int(self._counts(self.part("train")).argmax())
-        return float((self.part(part).labels == most).float().mean())
+        """Return the accuracy of always predicting the most frequent training class."""
+        majority = int(self._counts(self.part("train")).argmax())
+        return float((self.part(part).labels == majority).float().mean())
 
     @property
     def class_weights(self) -> Tensor:
-        """Weights that give every class of the training samples the same total weight."""
+        """Balanced class weights: every class of the training samples has equal total weight."""
         part = self.part("train")
         return len(part) / (self.num_classes * self._counts(part))
 
     @override
     def train_dataloader(self) -> BatchLoader:
-        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same batches always
+        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0  # always on the same batches
         return self._loader("train", shuffle=not overfitting)
 
     @override
@@ -239,18 +239,18 @@ class BaseDataModule(PreparedData):
 
     @override
     def predict_dataloader(self) -> DataLoader[Batch]:
-        # A plain one, which Lightning can ask for the indices of the samples it predicts.
+        # A plain DataLoader, from which Lightning can track the indices of predicted samples.
         return DataLoader(
             self.part_to_predict(),
             batch_size=self.eval_batch_size or self.batch_size,
-            collate_fn=_whole,
+            collate_fn=_identity,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # no seed for workers is drawn from the run's
+            generator=torch.Generator(),  # do not draw worker seeds from the global generator
         )
 
     def part_to_predict(self) -> Part:
-        """Return the samples of `predict`, in the order of the dataset."""
+        """Return the samples for `predict`, in dataset order."""
         return self.part("test")
 
     def _loader(self, part: str, shuffle: bool = False) -> BatchLoader:
@@ -259,33 +259,33 @@ class BaseDataModule(PreparedData):
             self.part(part),
             self.batch_size if training else self.eval_batch_size or self.batch_size,
             shuffle=shuffle,
-            place=self._place,
+            place=self._rank_and_world_size,
             progress=self._progress if training and self.trainer is not None else None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
 
-    def _place(self) -> tuple[int, int]:
-        """Return which of how many processes that share the samples this is."""
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        """Return rank and world size among the processes that share the samples."""
         if self.trainer is None:
-            return place_in_process_group()
-        # Ranks that hold parts of one model see the same samples: strategies know which.
-        of = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return int(of["rank"]), int(of["num_replicas"])
+            return rank_and_world_size()
+        # Model-parallel ranks see the same samples, as the strategy knows.
+        sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return int(sampler["rank"]), int(sampler["num_replicas"])
 
     def _progress(self) -> tuple[int, int]:
-        """Return how many batches of the epoch the Trainer has trained on, and is done with."""
+        """Return how many batches of the epoch the Trainer has processed and completed."""
         assert self.trainer is not None
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return progress.processed, progress.completed
 
 
-def one_of(name: str, value: str, *choices: str) -> str:
-    """Return a setting that has one of these values; the command line checks that already."""
+def check_choice(name: str, value: str, *choices: str) -> str:
+    """Return the value of a setting, or raise ValueError if it is not one of the choices."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
     return value
 
 
-def _whole(batch: Any) -> Any:
-    return batch  # which a part has cut already
+def _identity(batch: Any) -> Any:
+    return batch  # already collated

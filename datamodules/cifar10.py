@@ -1,4 +1,4 @@
-"""CIFAR-10: small colour photographs."""
+"""CIFAR-10: small colour photographs in ten classes."""
 
 import io
 import pickle
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._files import Download, check_digest
-from ._images import image_parts
+from ._images import split_images
 from ._part import CropFlip, Normalize, Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, one_of
+from .base import BaseDataModule, check_choice
 
 __all__ = ["CIFAR10DataModule"]
 
-# The files of the python version, with the md5 sums that they were published with.
+# Files of the Python version, with their published MD5 checksums.
 _TRAIN = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -27,13 +27,13 @@ _TRAIN = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
 }
 _TEST = {"test_batch": "40351d587109b95175f43aff81a1287e"}
-_PUBLISHED = 10_000  # images a file
+_PUBLISHED_COUNT = 10_000  # images per file
 
 
 class CIFAR10DataModule(BaseDataModule):
     """50,000 training and 10,000 test images of 3 x 32 x 32 pixels, ten classes.
 
-    Validation samples are a stratified part of the training images and never augmented.
+    Validation samples are a stratified subset of the training images and never augmented.
 
         root/cifar-10-batches-py/{data_batch_1..5,test_batch}
 
@@ -41,12 +41,11 @@ class CIFAR10DataModule(BaseDataModule):
     Multiple Layers of Features from Tiny Images", University of Toronto, 2009. 170 MB packed.
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        val_share: Share of the training images that are for validation.
-        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors half of
-            them.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images held out for validation.
+        augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     input_shape = (3, 32, 32)
@@ -81,7 +80,7 @@ class CIFAR10DataModule(BaseDataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
-        self.augment = one_of("augment", augment, "crop_flip", "none")
+        self.augment = check_choice("augment", augment, "crop_flip", "none")
 
     @override
     def sources(self) -> Sequence[Path]:
@@ -99,13 +98,13 @@ class CIFAR10DataModule(BaseDataModule):
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
         augmentation = CropFlip(4) if self.augment == "crop_flip" else None
-        return image_parts(
+        return split_images(
             tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
         )
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles arrays and nothing that could run code."""
+    """Unpickles arrays only, so that no code can run."""
 
     allowed = ("_reconstruct", "ndarray", "dtype", "encode")
 
@@ -117,7 +116,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Read images and labels; a file of the published length must have the published checksum."""
+    """Read images and labels; verify the checksum if the file has the published size."""
     content = path.read_bytes()
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
@@ -132,6 +131,6 @@ def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.i
             f"{path} is damaged: {len(images)} images of {images.dtype}, {len(labels)} labels; get "
             "it again."
         )
-    if len(images) == _PUBLISHED:  # a subset has a checksum of its own
+    if len(images) == _PUBLISHED_COUNT:  # a subset has no published checksum
         check_digest(io.BytesIO(content), digest, path)
     return images, labels

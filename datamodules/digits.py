@@ -1,4 +1,4 @@
-"""Handwritten digits that ship with scikit-learn: the default that needs no download."""
+"""Handwritten digits bundled with scikit-learn: no download needed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +15,17 @@ __all__ = ["DigitsDataModule"]
 
 
 class DigitsDataModule(BaseDataModule):
-    """1,797 grey images of 8 x 8 pixels, ten classes, scaled to [0, 1].
+    """1,797 greyscale images of 8 x 8 pixels, ten classes, scaled to [0, 1].
 
-    A fifth is the test set, a tenth of the rest the validation set.
+    A fifth is the test set; a tenth of the rest is the validation set.
 
     Licence: CC BY 4.0. Reference: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten
     Digits", UCI Machine Learning Repository, 1998 (its test part, as scikit-learn bundles it).
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
 
     >>> data = DigitsDataModule(batch_size=32)
     >>> data.setup("fit")

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: pieces of clothing, in the format of MNIST."""
+"""Fashion-MNIST: clothing, in the format of MNIST."""
 
 from .mnist import MNISTDataModule, idx_downloads
 
@@ -6,10 +6,10 @@ __all__ = ["FashionMNISTDataModule"]
 
 
 class FashionMNISTDataModule(MNISTDataModule):
-    """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes of clothes.
+    """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes of clothing.
 
-    As `MNISTDataModule`, normalised by 0.2860 and 0.3530. Distributions repack the archives, so it
-    is the unpacked content that is checked.
+    Like `MNISTDataModule`, normalised with 0.2860 and 0.3530. Checksums are those of the unpacked
+    files, because mirrors repack the archives.
 
         root/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, packed (.gz) or not
 
@@ -17,10 +17,10 @@ class FashionMNISTDataModule(MNISTDataModule):
     for Benchmarking Machine Learning Algorithms", arXiv:1708.07747, 2017. 31 MB packed.
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        val_share: Share of the training images that are for validation.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images held out for validation.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     class_names = (

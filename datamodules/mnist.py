@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._files import Download, check_digest
-from ._images import image_parts
+from ._images import split_images
 from ._part import Normalize, Part
 from ._tables import Save, Tables
 from .base import BaseDataModule
@@ -28,7 +28,7 @@ _FILES = {
 
 
 def idx_downloads(folder: str, url: str, digests: Sequence[str]) -> tuple[Download, ...]:
-    """Return the downloads of the four files, whose md5 sums are in their order."""
+    """Return the downloads of the four files, given their MD5 checksums in order."""
     return tuple(
         Download(f"{url}/{name}.gz", f"md5:{digest}", f"{folder}/{name}.gz")
         for name, digest in zip(_FILES.values(), digests, strict=True)
@@ -38,8 +38,8 @@ def idx_downloads(folder: str, url: str, digests: Sequence[str]) -> tuple[Downlo
 class MNISTDataModule(BaseDataModule):
     """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes.
 
-    Validation samples are a stratified part of the training images. Pixels are scaled to [0, 1] and
-    normalised by the mean and deviation of the training images, 0.1307 and 0.3081.
+    Validation samples are a stratified subset of the training images. Pixels are scaled to [0, 1]
+    and normalised with the mean and standard deviation of the training images, 0.1307 and 0.3081.
 
         root/MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, packed (.gz) or not
 
@@ -47,10 +47,10 @@ class MNISTDataModule(BaseDataModule):
     Learning Applied to Document Recognition", Proceedings of the IEEE 86 (11), 1998. 12 MB packed.
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        val_share: Share of the training images that are for validation.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images held out for validation.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     input_shape = (1, 28, 28)
@@ -67,7 +67,7 @@ class MNISTDataModule(BaseDataModule):
             "ec29112dd5afa0611ce80d1b7f02629c",
         ),
     )
-    # md5 sums of the unpacked files, in the order of the downloads.
+    # MD5 checksums of the unpacked files, in the order of the downloads.
     contents: tuple[str, ...] = (
         "6bbc9ace898e44ae57da46a324031adb",
         "a25bea736e30d166cdddb491f175f624",
@@ -103,11 +103,11 @@ class MNISTDataModule(BaseDataModule):
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize([self.mean], [self.std])
-        return image_parts(tables, self.class_names, self.val_share, self.split_seed, normalize)
+        return split_images(tables, self.class_names, self.val_share, self.split_seed, normalize)
 
 
 def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArray[np.uint8]:
-    """Read an array of bytes; one of the published length must have the published checksum."""
+    """Read an IDX file; verify the checksum if it has the published size."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -115,13 +115,13 @@ def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArra
     header = 4 * (1 + dimensions)
     numbers = np.frombuffer(content[:header].ljust(header, b"\0"), ">u4").tolist()
     if numbers[0] != 0x0800 + dimensions:
-        raise ValueError(f"{path} is no idx file of {dimensions} dimensions: get it again.")
+        raise ValueError(f"{path} is not an IDX file with {dimensions} dimensions: get it again.")
     size = header + int(np.prod(numbers[1:]))
     if len(content) != size:
         raise ValueError(
             f"{path} is damaged: its header promises {size} bytes, got {len(content)}; delete it "
             "and get it again."
         )
-    if numbers[1] == published:  # a subset is as good as its header
+    if numbers[1] == published:  # a subset has no published checksum
         check_digest(io.BytesIO(content), digest, path)
     return np.frombuffer(content, np.uint8, offset=header).reshape(numbers[1:])

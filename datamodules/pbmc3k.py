@@ -1,4 +1,4 @@
-"""PBMC3k: blood cells by the genes that they express; any other AnnData works as well."""
+"""PBMC3k: cell types of blood cells from gene expression; any other AnnData works too."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from ._cell_preparation import CellPreparation, Standardize
 from ._files import Download
 from ._part import Part
 from ._tables import Save, SparseTable, Tables
-from .base import BaseDataModule, one_of
+from .base import BaseDataModule, check_choice
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -27,15 +27,15 @@ _PARTS = ("train", "val", "test")
 
 
 class PBMC3kDataModule(BaseDataModule):
-    """2,700 blood cells: log-normalised counts of their most variable genes, by cell type.
+    """2,700 blood cells: cell type from log-normalised counts of the most variable genes.
 
-    70 % of the cells are for training, 10 % for validation, 20 % for testing, stratified. The
-    labels are clusters of the same counts that are classified, no independent truth; those of the
-    paper (Leiden) are made with all cells. The matrix stays sparse until a batch is cut. `predict`
-    goes through all cells, those that were trained on and those without a label included.
+    The stratified split is 70 % training, 10 % validation, 20 % test. The labels are clusters of
+    the same counts that are classified, not independent ground truth; the paper's (Leiden) are
+    computed from all cells. The matrix stays sparse until a batch is taken. `predict` covers all
+    cells, including training cells and cells without a label.
 
     Genes, their order, scaling and classes are part of the checkpoint. With a checkpoint, cells of
-    any file are aligned to it by gene name; `test` then takes the labelled cells that the net has
+    any file are aligned to it by gene name, and `test` uses the labelled cells that the model has
     not seen. See `use_preparation`.
 
         root/pbmc3k/filtered_gene_bc_matrices/hg19/{matrix.mtx,genes.tsv,barcodes.tsv}
@@ -44,25 +44,25 @@ class PBMC3kDataModule(BaseDataModule):
     2016; F. A. Wolf, P. Angerer, F. J. Theis, "SCANPY", Genome Biology 19:15, 2018. 8 MB packed.
 
     Args:
-        batch_size: Cells in a training batch.
-        eval_batch_size: Cells in a batch of validation, test and predict; `batch_size` if None.
-        path: An .h5ad file or a folder with a 10x matrix, instead of PBMC3k.
-        layer: Layer with the counts; X if None, `.raw` if `raw`.
-        values: What it holds: `counts`, or `log` for values that are log-normalised already.
-        label_column: Column of labels, in `obs` or in `label_file`; cells without one are left out.
-        label_file: CSV file with barcodes in its first column; also looked for under the root.
-        leiden: Whether Leiden clusters, as in the paper, are the labels; if None, where there is
-            neither a `path` nor a `label_column`.
-        rare: What becomes of classes with fewer than `smallest_cluster` cells: `keep`, `merge` them
-            into the class `rare`, or `leave_out`. Leiden clusters are always merged.
-        smallest_cluster: Cells of a class that is not rare.
-        split_by: Column of `obs` whose groups, such as donors, stay together in one part; or one
-            that names the parts `train`, `val` and `test` itself.
-        genes: How many genes are inputs: the most variable ones.
-        fit_on: Which cells choose the genes and their scale: `train` the training cells, by their
-            counts; `paper` all of them, test cells included, by log-normalised values.
-        scale: Whether every gene is brought to mean 0 and deviation 1.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        path: An .h5ad file or a folder with a 10x matrix, to use instead of PBMC3k.
+        layer: Layer that holds the counts; X if None, `.raw` if `raw`.
+        values: Its content: `counts`, or `log` for values that are already log-normalised.
+        label_column: Label column in `obs` or `label_file`; cells without a label are left out.
+        label_file: CSV file with barcodes in its first column; also searched for under the root.
+        leiden: Whether to use Leiden clusters as labels, as in the paper. Defaults to True if
+            neither `path` nor `label_column` is given.
+        rare: How to treat classes with fewer than `smallest_cluster` cells: `keep` them, `merge`
+            them into the class `rare`, or `leave_out`. Leiden clusters are always merged.
+        smallest_cluster: Minimum number of cells of a class that is not rare.
+        split_by: Column of `obs` with groups, such as donors, that must not be split; or a column
+            that assigns `train`, `val` and `test` itself.
+        genes: Number of input genes; the most variable ones are selected.
+        fit_on: Cells that determine genes and scaling: `train` uses the counts of training cells,
+            `paper` the log-normalised values of all cells, including test cells.
+        scale: Whether to standardise every gene to mean 0 and standard deviation 1.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     needs = dict.fromkeys(
@@ -105,23 +105,23 @@ class PBMC3kDataModule(BaseDataModule):
             raise ValueError(
                 f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."
             )
-        own = self.root / "pbmc3k/filtered_gene_bc_matrices/hg19"
-        self.path = own if path is None else Path(path)
+        default = self.root / "pbmc3k/filtered_gene_bc_matrices/hg19"
+        self.path = default if path is None else Path(path)
         self.layer = layer
-        self.values = one_of("values", values, "counts", "log")
+        self.values = check_choice("values", values, "counts", "log")
         self.label_column = label_column
         self.label_file = None if label_file is None else Path(label_file)
         if self.label_file is not None and not self.label_file.exists():
             self.label_file = self.root / self.label_file
         self.leiden = path is None and label_column is None if leiden is None else leiden
-        self.rare = one_of("rare", rare, "keep", "merge", "leave_out")
+        self.rare = check_choice("rare", rare, "keep", "merge", "leave_out")
         self.smallest_cluster = smallest_cluster
         self.split_by = split_by
         self.genes = genes
-        self.fit_on = one_of("fit_on", fit_on, "train", "paper")
+        self.fit_on = check_choice("fit_on", fit_on, "train", "paper")
         self.scale = scale
         self._cells: AnnData | None = None
-        self._preparation: CellPreparation | None = None  # of a checkpoint
+        self._preparation: CellPreparation | None = None  # from a checkpoint
 
     @property
     @override
@@ -130,7 +130,7 @@ class PBMC3kDataModule(BaseDataModule):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the genes, in the order of the inputs."""
+        """Gene names, in input order."""
         return tuple(self.facts["input_genes"])
 
     @property
@@ -140,7 +140,7 @@ class PBMC3kDataModule(BaseDataModule):
 
     @classmethod
     def from_anndata(cls, cells: "AnnData", **settings: Any) -> "PBMC3kDataModule":
-        """Return a DataModule of cells in memory; nothing of them is written to disk."""
+        """Return a DataModule for cells in memory; nothing is written to disk."""
         data = cls(**settings)
         data._cells = cells
         data.leiden = bool(settings.get("leiden"))
@@ -154,7 +154,7 @@ class PBMC3kDataModule(BaseDataModule):
         if self.path.suffix == ".h5ad" or self.path.is_file():
             return [self.path, *labels]
         names = ["matrix.mtx", "genes.tsv", "barcodes.tsv"]
-        if (self.path / "features.tsv.gz").exists():  # as later versions of Cell Ranger write it
+        if (self.path / "features.tsv.gz").exists():  # written by later versions of Cell Ranger
             names = ["matrix.mtx.gz", "features.tsv.gz", "barcodes.tsv.gz"]
         return [*(self.path / name for name in names), *labels]
 
@@ -176,7 +176,7 @@ class PBMC3kDataModule(BaseDataModule):
         try:
             CellDecoder(self, self._cells, self._preparation).decode(save)
         finally:
-            torch.set_num_threads(threads)  # numba, in scanpy, lets torch use all cores
+            torch.set_num_threads(threads)  # scanpy's numba resets it to all cores
 
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
@@ -187,7 +187,7 @@ class PBMC3kDataModule(BaseDataModule):
         labels = tables.labels()
         none = np.empty(0, dtype=np.int64)
         rows = {p: tables[p].array.copy() if p in tables else none for p in _PARTS}
-        self._every = Part(matrix, np.arange(len(labels)), labels, prepare)
+        self._all_cells = Part(matrix, np.arange(len(labels)), labels, prepare)
         return {name: Part(matrix, of, labels[of], prepare) for name, of in rows.items()}
 
     def _scaling(self, facts: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -198,7 +198,7 @@ class PBMC3kDataModule(BaseDataModule):
     @override
     def check_parts(self, parts: Mapping[str, Part]) -> None:
         if self._preparation is None:
-            # Groups of cells may lack a type; a net that was not trained on one cannot find it.
+            # With groups, only the training split must contain every class.
             everywhere = self.split_by is None
             super().check_parts(parts if everywhere else {"train": parts["train"]})
             return
@@ -213,18 +213,18 @@ class PBMC3kDataModule(BaseDataModule):
     def describe_parts(self) -> str:
         if self._preparation is None:
             return super().describe_parts()
-        known = int((self._every.labels >= 0).sum())
+        known = int((self._all_cells.labels >= 0).sum())
         return (
-            f"{len(self._every):,} cells, aligned to the checkpoint by gene name; "
-            f"{known:,} have a label that it knows, {len(self.part('test')):,} of them are to test"
+            f"{len(self._all_cells):,} cells, aligned to the checkpoint by gene name; "
+            f"{known:,} have a label that it knows, {len(self.part('test')):,} of them for testing"
         )
 
     @override
     def preparation(self) -> dict[str, Any]:
-        return self._fitted().plain()
+        return self._current_preparation().plain()
 
-    def _fitted(self) -> CellPreparation:
-        """Return what was fitted to this data, or what a checkpoint has brought."""
+    def _current_preparation(self) -> CellPreparation:
+        """Return the preparation from a checkpoint, or else the one fitted to this data."""
         if self._preparation is not None:
             return self._preparation
         self.part("train")  # or say that setup comes first
@@ -246,16 +246,16 @@ class PBMC3kDataModule(BaseDataModule):
         wanted = CellPreparation.from_plain(preparation)
         state = None if self.trainer is None else self.trainer.state
         if state is not None and state.fn == "fit" and state.status == "running":
-            if wanted != self._fitted():
+            if wanted != self._current_preparation():
                 raise ValueError(
                     "The checkpoint was trained with other cells, genes, scaling or classes than "
-                    "this data gives: resume with the data and the settings that it was begun with."
+                    "this data gives: resume with the original data and settings."
                 )
             return
         if self._preparation == wanted:
             return
         self._preparation = wanted
-        self._opened = None
+        self._loaded_tables = None
         if self._parts:
             self._parts = {}
             self.setup(self._stage)
@@ -263,26 +263,26 @@ class PBMC3kDataModule(BaseDataModule):
     @override
     def part_to_predict(self) -> Part:
         self.part("test")  # or say that setup comes first
-        return self._every
+        return self._all_cells
 
     @override
     def describe_samples(self) -> dict[str, Sequence[Any]]:
         return {
             "barcode": self.facts["cells"],
             "true_label": [name or "" for name in self.facts["labels"]],
-            "part": self._fitted().parts_of(self._tables()["fingerprints"].array),
+            "part": self._current_preparation().find_parts(self._tables()["fingerprints"].array),
         }
 
     def add_predictions(
         self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
     ) -> None:
-        """Write what `Trainer.predict` returned into `obs`, beside the part that a cell was in.
+        """Write the output of `Trainer.predict` and the split of each cell into `obs`.
 
         Args:
-            cells: Cells with the barcodes of this data; it is changed in place.
-            predictions: What `Trainer.predict` returns, batches of classes or dicts with them under
-                `prediction`; or a tensor with a class for every cell.
-            key: Column of `obs`; `<key>_part` says whether a cell was trained on.
+            cells: Cells with the barcodes of this data; modified in place.
+            predictions: Output of `Trainer.predict`, batches of classes or dicts with the key
+                `prediction`; or a tensor with the class of every cell.
+            key: Column of `obs`; `<key>_part` holds the split of the cell.
         """
         import pandas as pd
 

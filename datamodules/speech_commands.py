@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._audio import FRONT_ENDS, RATE, LogMel, ShiftAndNoise, read_wave
-from ._clips import LISTS, WORDS, clips_of_parts, silent_clips, stretch_of
-from ._decode import files_in, in_chunks
+from ._clips import LISTS, WORDS, cut_silence, list_clips, select_segment
+from ._decode import list_files, read_chunks
 from ._files import Download
 from ._part import Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, one_of
+from .base import BaseDataModule, check_choice
 
 __all__ = ["SpeechCommandsDataModule"]
 
@@ -24,9 +24,9 @@ __all__ = ["SpeechCommandsDataModule"]
 class SpeechCommandsDataModule(BaseDataModule):
     """One-second clips: ten words, silence, and all other words as `_unknown_`.
 
-    The split is the official one, whose parts share no speaker. Silence is cut from the background
-    noise, from other stretches of it for each part. Unless `unknown` is subsampled, `_unknown_` is
-    the most frequent class by far: `majority_rate()` says what guessing it always would give.
+    The official split is used; no speaker appears in two splits. Silence is cut from the background
+    noise, from different segments for each split. Unless `unknown` is subsampled, `_unknown_` is by
+    far the most frequent class: `majority_rate()` returns the accuracy of always predicting it.
 
         root/SpeechCommands/speech_commands_v0.02/{<word>/*.wav,validation_list.txt,testing_list.txt}
 
@@ -34,19 +34,18 @@ class SpeechCommandsDataModule(BaseDataModule):
     Speech Recognition", arXiv:1804.03209, 2018. 2.4 GB packed.
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        front_end: Mel bands x frames. `40x41`: the first 0.8 s, windows of 25 ms every 20 ms, which
-            the paper's MAC figure belongs to; `40x98`: 1 s, 30 ms every 10 ms, as its text says.
-        silence: Clips of silence as a share of a part's other clips, or `paper` for its counts
-            2,000, 300 and 300. With 0 there is no such class.
-        unknown: Whether all other words are taken, or as many clips of them as a word has.
-        time_shift_ms: Largest shift of a training clip to either side.
-        noise_volume: Background noise is added to training clips, silence included, with a factor
-            between 0 and this.
-        on_mismatch: Whether clips at another rate or of two channels are resampled and mixed, or
-            refused.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        front_end: Mel bands x frames. `40x41`: the first 0.8 s, windows of 25 ms every 20 ms, as
+            implied by the paper's MACs; `40x98`: 1 s, 30 ms every 10 ms, as in its text.
+        silence: Silent clips as a share of the other clips of a split, or `paper` for its counts
+            2,000, 300 and 300. With 0 the class does not exist.
+        unknown: Whether to use all other words, or only as many clips as the average word has.
+        time_shift_ms: Maximum shift of training clips in either direction.
+        noise_volume: Maximum volume of the background noise added to training clips, including
+            silent ones.
+        on_mismatch: Whether to convert or refuse clips with another sample rate or two channels.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     needs: ClassVar = {"torchaudio": "torchaudio"}
@@ -79,12 +78,12 @@ class SpeechCommandsDataModule(BaseDataModule):
                 "`time_shift_ms` must be in [0, 1000) and `noise_volume` not negative, got "
                 f"{time_shift_ms} and {noise_volume}."
             )
-        self.front_end = one_of("front_end", front_end, *FRONT_ENDS)
+        self.front_end = check_choice("front_end", front_end, *FRONT_ENDS)
         self.silence = silence
-        self.unknown = one_of("unknown", unknown, "all", "subsampled")
+        self.unknown = check_choice("unknown", unknown, "all", "subsampled")
         self.time_shift_ms = time_shift_ms
         self.noise_volume = noise_volume
-        self.on_mismatch = one_of("on_mismatch", on_mismatch, "convert", "refuse")
+        self.on_mismatch = check_choice("on_mismatch", on_mismatch, "convert", "refuse")
         self.folder = self.root / "SpeechCommands" / "speech_commands_v0.02"
 
     @property
@@ -106,7 +105,7 @@ class SpeechCommandsDataModule(BaseDataModule):
     def sources(self) -> Sequence[Path | str]:
         lists = [self.folder / name for name in LISTS.values()]
         words = sorted(path for path in self.folder.glob("*/") if path.is_dir())
-        return [*lists, *(clip for word in words for clip in files_in(word, ".wav"))]
+        return [*lists, *(clip for word in words for clip in list_files(word, ".wav"))]
 
     @override
     def settings(self) -> Mapping[str, Any]:
@@ -116,7 +115,7 @@ class SpeechCommandsDataModule(BaseDataModule):
     @override
     def decode(self, save: Save) -> None:
         wanted = bool(self.silence or self.noise_volume)
-        recordings = files_in(self.folder / "_background_noise_", ".wav") if wanted else []
+        recordings = list_files(self.folder / "_background_noise_", ".wav") if wanted else []
         noise = [self._read(path) for path in recordings]
         if wanted and sum(map(len, noise)) < 2 * RATE:
             raise FileNotFoundError(
@@ -125,17 +124,17 @@ class SpeechCommandsDataModule(BaseDataModule):
             )
         features = LogMel(FRONT_ENDS[self.front_end])
         unknown = len(self.class_names) - 1
-        parts = clips_of_parts(self.folder, unknown, self.unknown, self.split_seed)
+        parts = list_clips(self.folder, unknown, self.unknown, self.split_seed)
         for part, clips in parts.items():
-            stretches = [stretch_of(recording, part) for recording in noise]
-            silent = silent_clips(part, stretches, self.silence, len(clips), self.split_seed)
+            segments = [select_segment(recording, part) for recording in noise]
+            silent = cut_silence(part, segments, self.silence, len(clips), self.split_seed)
             waves = chain(
-                in_chunks(list(clips), self._read_second), [silent] if len(silent) else []
+                read_chunks(list(clips), self._read_one_second), [silent] if len(silent) else []
             )
             if part == "train" and self._augmented:
                 save("train_waves", waves)
                 if self.noise_volume:
-                    save("train_noise", stretches)
+                    save("train_noise", segments)
             else:
                 chunks = (features(torch.from_numpy(chunk)).numpy() for chunk in waves)
                 save(f"{part}_features", chunks)
@@ -145,7 +144,7 @@ class SpeechCommandsDataModule(BaseDataModule):
     def _read(self, path: str) -> NDArray[np.int16]:
         return read_wave(path, self.on_mismatch)
 
-    def _read_second(self, path: str) -> NDArray[np.int16]:
+    def _read_one_second(self, path: str) -> NDArray[np.int16]:
         second = np.zeros(RATE, np.int16)
         wave = self._read(path)[:RATE]
         second[: len(wave)] = wave
@@ -159,9 +158,9 @@ class SpeechCommandsDataModule(BaseDataModule):
             rows = np.arange(len(labels))
             if name == "train" and self._augmented:
                 shift = self.time_shift_ms * RATE // 1000
-                change = ShiftAndNoise(shift, self.noise_volume, tables.get("train_noise"))
+                augmentation = ShiftAndNoise(shift, self.noise_volume, tables.get("train_noise"))
                 features = LogMel(FRONT_ENDS[self.front_end])
-                parts[name] = Part(tables["train_waves"], rows, labels, features, change)
+                parts[name] = Part(tables["train_waves"], rows, labels, features, augmentation)
             else:
                 parts[name] = Part(tables[f"{name}_features"], rows, labels)
         return parts

@@ -1,4 +1,4 @@
-"""Tiny ImageNet: 200 classes of small photographs."""
+"""Tiny ImageNet: small photographs in 200 classes."""
 
 import os
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._decode import files_in, in_chunks
+from ._decode import list_files, read_chunks
 from ._files import Download
-from ._images import image_parts
+from ._images import split_images
 from ._part import CropFlip, Normalize, Part
 from ._tables import Save, Tables
-from .base import BaseDataModule, one_of
+from .base import BaseDataModule, check_choice
 
 __all__ = ["TinyImageNetDataModule"]
 
@@ -29,8 +29,8 @@ _AUGMENTATIONS = {"crop_flip": CropFlip(4), "flip": CropFlip(0), "none": None}
 class TinyImageNetDataModule(BaseDataModule):
     """100,000 training images of 3 x 64 x 64 pixels, 200 classes; the official 10,000 val images.
 
-    The official validation images are the test set, for the official test labels are not public;
-    validation samples are a stratified part of the training images. Grey images become RGB.
+    The official validation images are the test set, because the test labels are not public;
+    validation samples are a stratified subset of the training images. Greyscale images become RGB.
 
         root/tiny-imagenet-200/wnids.txt, words.txt
         root/tiny-imagenet-200/train/<wnid>/images/*.JPEG
@@ -40,14 +40,14 @@ class TinyImageNetDataModule(BaseDataModule):
     X. Yang, "Tiny ImageNet Visual Recognition Challenge", Stanford CS231N, 2015. 248 MB packed.
 
     Args:
-        batch_size: Samples in a training batch.
-        eval_batch_size: Samples in a batch of validation, test and predict; `batch_size` if None.
-        val_share: Share of the training images that are for validation.
-        augment: `crop_flip` shifts every training image by up to 4 pixels and mirrors half of them;
-            `flip` only mirrors.
-        statistics: Whose mean and deviation images are normalised by: those of ImageNet, or those
-            of Tiny ImageNet itself.
-        **options: The other arguments of `BaseDataModule`: `root`, `split_seed` and so on.
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        val_share: Share of the training images held out for validation.
+        augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them; `flip`
+            only flips.
+        statistics: Dataset whose mean and standard deviation normalise the images: ImageNet or
+            Tiny ImageNet itself.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
     input_shape = (3, _SIZE, _SIZE)
@@ -72,8 +72,8 @@ class TinyImageNetDataModule(BaseDataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
-        self.augment = one_of("augment", augment, *_AUGMENTATIONS)
-        self.statistics = one_of("statistics", statistics, *_STATISTICS)
+        self.augment = check_choice("augment", augment, *_AUGMENTATIONS)
+        self.statistics = check_choice("statistics", statistics, *_STATISTICS)
         self.folder = self.root / "tiny-imagenet-200"
 
     @property
@@ -91,11 +91,11 @@ class TinyImageNetDataModule(BaseDataModule):
         return [*lists, *words, *train, *test]
 
     def _images(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the training and the test images with their WordNet ids, in a fixed order."""
+        """Return the training and test images with their WordNet IDs, in a fixed order."""
         train = {
             path: wnid
             for wnid in self._wnids()
-            for path in files_in(self.folder / "train" / wnid / "images", ".JPEG")
+            for path in list_files(self.folder / "train" / wnid / "images", ".JPEG")
         }
         annotations = self.folder / "val" / "val_annotations.txt"
         lines = sorted(line for line in annotations.read_text().splitlines() if line)
@@ -111,11 +111,11 @@ class TinyImageNetDataModule(BaseDataModule):
     def decode(self, save: Save) -> None:
         wnids = self._wnids()
         for part, images in zip(("train", "test"), self._images(), strict=True):
-            if strange := set(images.values()) - set(wnids):
+            if unknown := set(images.values()) - set(wnids):
                 raise ValueError(
-                    f"{self.folder}/wnids.txt lacks {min(strange)}, which images have."
+                    f"{self.folder}/wnids.txt lacks {min(unknown)}, which some images have."
                 )
-            save(f"{part}_images", in_chunks(list(images), read_rgb))
+            save(f"{part}_images", read_chunks(list(images), read_rgb))
             save(f"{part}_labels", [np.array([wnids.index(wnid) for wnid in images.values()])])
         words = self.folder / "words.txt"
         lines = words.read_text(errors="replace").splitlines() if words.exists() else []
@@ -126,19 +126,19 @@ class TinyImageNetDataModule(BaseDataModule):
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize(*_STATISTICS[self.statistics])
         augmentation = _AUGMENTATIONS[self.augment]
-        return image_parts(
+        return split_images(
             tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
         )
 
 
 def read_rgb(path: str) -> NDArray[np.uint8]:
-    """Decode an image to bytes (3, 64, 64)."""
+    """Decode an image to uint8 (3, 64, 64)."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
-    except OSError as error:  # also what Pillow raises for a damaged image
+    except OSError as error:  # Pillow raises it for damaged images too
         raise ValueError(
             f"{path} is damaged ({os.path.getsize(path)} bytes: {error}): get it again."
         ) from error

@@ -4,13 +4,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dg_lightning._moved import MOVED, keep_old_paths
+
 if TYPE_CHECKING:
-    from dg_lightning.gates import DynamicGate, StaticGate
-    from dg_lightning.layers import GatedLinear, GatedMLP
-    from dg_lightning.module import GatedClassifier
-    from dg_lightning.protocol import gate_layers
-    from dg_lightning.spec import trust
-    from dg_lightning.switch_moe import SwitchMoE
+    from dg_lightning.budget import penalty
+    from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
+    from dg_lightning.layers import GatedLinear, GatedMLP, SwitchMoE
+    from dg_lightning.training import GatedClassifier, trust
 
 __all__ = [
     "DynamicGate",
@@ -21,6 +21,7 @@ __all__ = [
     "SwitchMoE",
     "__version__",
     "gate_layers",
+    "penalty",
     "trust",
 ]
 __version__ = "0.1.0"
@@ -29,13 +30,14 @@ __version__ = "0.1.0"
 # seconds to import.
 _HOMES = {
     "DynamicGate": "gates",
-    "GatedClassifier": "module",
+    "GatedClassifier": "training",
     "GatedLinear": "layers",
     "GatedMLP": "layers",
     "StaticGate": "gates",
-    "SwitchMoE": "switch_moe",
-    "gate_layers": "protocol",
-    "trust": "spec",
+    "SwitchMoE": "layers",
+    "gate_layers": "gates",
+    "penalty": "budget",
+    "trust": "training",
 }
 
 # In a checkout callbacks/, datamodules/ and configs/ lie beside this package; a wheel has them
@@ -43,8 +45,12 @@ _HOMES = {
 if not (Path(__file__).parent / "callbacks").is_dir():
     __path__.append(str(Path(__file__).parents[1]))
 
+keep_old_paths(__name__)
+
 
 def __getattr__(name: str) -> Any:
+    if name in MOVED:
+        return import_module(f"{__name__}.{MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: a failed write leaves the old one as it was."""
+"""Atomic file writes: a failed write leaves the old file unchanged."""
 
 import os
 import uuid
@@ -15,7 +15,7 @@ __all__ = ["WholeFileCheckpointIO", "replacing", "write_text"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path beside the target to write to; it takes the target's place if nothing fails.
+    """Yield a temporary path next to the target, which replaces the target on success.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "a.txt")
@@ -24,29 +24,29 @@ def replacing(path: Path) -> Iterator[Path]:
     >>> target.read_text()
     'new'
     """
-    path = path.resolve()  # of a link, what it points to
+    path = path.resolve()  # follow links
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield unfinished
         with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())  # else a crash may keep the new name and lose the content
+            os.fsync(file.fileno())  # otherwise a crash may lose the content
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as a whole."""
+    """Write a text file atomically."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target and renames it, so that a full disk loses nothing.
+    """Writes a checkpoint next to its target and renames it, so that a full disk loses nothing.
 
-    Lightning's own way writes to the folder of temporary files and copies from there, which
-    truncates the last good checkpoint where there is no room.
+    Lightning writes to the temporary folder and copies from there, which truncates the last good
+    checkpoint if the disk is full.
 
     >>> import lightning.pytorch as pl
     >>> trainer = pl.Trainer(plugins=[WholeFileCheckpointIO()], accelerator="cpu", logger=False)
@@ -56,7 +56,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        if "://" in str(path):  # not a file of this machine
+        if "://" in str(path):  # not a local file
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         with replacing(Path(path)) as unfinished:

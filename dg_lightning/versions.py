@@ -1,4 +1,4 @@
-"""The versions that a result depends on."""
+"""Versions of the packages that a result depends on."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +11,7 @@ _LIBRARIES = ("torch", "lightning", "torchmetrics", "numpy")
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of this package and of the libraries below it, by name.
+    """Return the versions of this package and its main dependencies, by name.
 
     >>> "torch" in versions()
     True
@@ -20,6 +20,6 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
     for name in (*_LIBRARIES, *more):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # an extra that is not there
+        except PackageNotFoundError:  # not installed
             continue
     return found

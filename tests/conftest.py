@@ -59,6 +59,17 @@ def _no_seed_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_run_of_another_test() -> Iterator[None]:
+    """Close the run of W&B that a test leaves open: the next test's logger would go on with it."""
+    yield
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish()
+        wandb.teardown()  # else the programs of other tests would talk to its service
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -66,7 +77,7 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_two_processes(tmp_path: Path) -> Callable[[str], list[Any]]:
+def in_two_processes(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
     """Run a script in two gloo processes; return the `result` that each of them leaves."""
 
     def run(source: str) -> list[Any]:
@@ -74,7 +85,7 @@ def in_two_processes(tmp_path: Path) -> Callable[[str], list[Any]]:
         script.write_text(
             "import json, os, sys\n"
             "import torch, torch.distributed as dist\n"
-            f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            f"sys.path[:0] = {[str(Path(__file__).parent), str(request.path.parent)]!r}\n"
             f"{source}\n"
             f"path = {str(tmp_path)!r} + f'/{{os.environ[\"RANK\"]}}.json'\n"
             "with open(path, 'w') as file:\n"

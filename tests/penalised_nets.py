@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import DynamicGate, GatedLinear, gate_layers
+from dg_lightning.budget.penalty import MacsPrices, mean_rates, usage_term
 from dg_lightning.callbacks import GatePenalty
-from dg_lightning.compute import linear_maps
+from dg_lightning.compute.macs import linear_maps
 from dg_lightning.gates import Policy
-from dg_lightning.penalties import MacsPrices, mean_rates, usage_term
 
 WEIGHT = 0.7
 # Every usage term, with settings that make it act: rates start at 0.8 or so.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedLinear, StaticGate
-from dg_lightning.protocol import Feeds
-from dg_lightning.rewiring import parameter_slots
+from dg_lightning.gates.protocol import Feeds
+from dg_lightning.rewiring import parameter_state
 
 
 class Plain(pl.LightningModule):
@@ -80,7 +80,7 @@ class Watch(pl.Callback):
         (optimizer,) = trainer.optimizers
         for c in self.sparse.connections.values():
             assert (c.weight[~c.mask] == 0).all()
-            for name, slot in parameter_slots(optimizer, c.weight):
+            for name, slot in parameter_state(optimizer, c.weight):
                 assert (slot[~c.mask] == 0).all(), name
         self.masks.append(masks_of(self.sparse))
 

@@ -54,6 +54,7 @@ def run(source: str, packages: Path | None = None) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_core_and_callbacks_work_with_torch_and_lightning_alone(
     torch_and_lightning_alone: Path,
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_missing_extra_is_named_when_the_class_is_made(torch_and_lightning_alo
     ]
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_heavy_beyond_lightning() -> None:
     listed = run(
         "import sys, lightning.pytorch, torchmetrics.classification\n"

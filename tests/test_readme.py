@@ -23,6 +23,7 @@ def test_python_blocks_run(source: str) -> None:
     exec(compile(source, "README.md", "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_commands_run_in_the_order_of_the_page() -> None:
     ran = 0
     lines = "\n".join(blocks("bash")).splitlines()
@@ -47,6 +48,7 @@ def test_every_shipped_config_is_named() -> None:
         assert f"`{name}`" in README or (f"`{group}`" in README and f"`{item}`" in README), name
 
 
+@pytest.mark.slow
 def test_every_key_that_a_run_logs_is_listed(tmp_path: Path) -> None:
     import csv
 

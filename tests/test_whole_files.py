@@ -48,6 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_one(trained: Path) -> None:
     good = (trained / "kept" / "last.ckpt").read_bytes()
     args = [*FIT, "--trainer.max_epochs=2", "--ckpt_path=kept/last.ckpt"]
@@ -60,6 +61,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_one(trained: Path) -> Non
     assert [path.name for path in (trained / "kept").iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "pt2", "onnx"])
 def test_an_export_that_does_not_fit_leaves_the_old_one(
     format: str, trained: Path, tmp_path: Path

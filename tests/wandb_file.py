@@ -35,7 +35,8 @@ def records(path: Path) -> Iterator[Any]:
 
 def run_files(folder: Path) -> list[Path]:
     """Return the files of all runs under a folder, oldest first."""
-    return sorted(folder.rglob("run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    # Their folders are named by the time of their start.
+    return sorted(folder.rglob("run-*.wandb"), key=lambda path: path.parent.name)
 
 
 def history(path: Path) -> list[dict[str, Any]]:

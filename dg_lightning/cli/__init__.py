@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dg_lightning.cli.configs import shipped_configs
 from dg_lightning.cli.start import main
+from dg_lightning.configs import shipped_configs
 
 if TYPE_CHECKING:
     from dg_lightning.cli.program import GateCLI

@@ -1,4 +1,4 @@
-"""The command `bench`: how fast a net really is, here."""
+"""The command `bench`: measure the speed of a net on this machine."""
 
 import importlib.util
 from pathlib import Path
@@ -12,10 +12,10 @@ from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.trained import (
     BATCH_SIZES,
     add_checkpoint_options,
-    checked_sizes,
-    checkpoint_path,
-    inputs_of,
-    net_of,
+    check_batch_sizes,
+    load_inputs,
+    load_net,
+    resolve_checkpoint,
 )
 from dg_lightning.runtime.bench import bench, draw, random_net, save, table
 
@@ -23,10 +23,10 @@ __all__ = ["run_bench"]
 
 
 def run_bench(args: list[str]) -> None:
-    """Run the command with the arguments behind its name."""
+    """Run the command with the arguments after its name."""
     parser = OneLineErrorParser(
         prog="dg-lightning bench",
-        description="Measure a net here: dense, masked, compact, by blocks, sparse.",
+        description="Measure a net on this machine: dense, masked, compact, block-wise, sparse.",
     )
     add_checkpoint_options(parser)
     parser.add_argument(
@@ -53,10 +53,10 @@ def run_bench(args: list[str]) -> None:
     if (given.ckpt_path or given.config) is not None and given.shape is not None:
         raise refusal("Give either a checkpoint or --shape, not both.")
     if given.shape is None:
-        given.ckpt_path = checkpoint_path(given)
+        given.ckpt_path = resolve_checkpoint(given)
     if given.rounds < 1:
         raise refusal(f"`rounds` must be at least 1, got {given.rounds}.")
-    sizes, device = checked_sizes(given.batch_sizes), _device(given.device)
+    sizes, device = check_batch_sizes(given.batch_sizes), _device(given.device)
     dtype = getattr(torch, given.dtype)
     x: Tensor | None = None
     if given.ckpt_path is None:
@@ -72,9 +72,9 @@ def run_bench(args: list[str]) -> None:
             f"{'-'.join(map(str, given.shape))}, {given.gates} gates, {given.open_rate:.0%} open"
         )
     else:
-        net = net_of(given.ckpt_path).to(device, dtype)
+        net = load_net(given.ckpt_path).to(device, dtype)
         title = given.ckpt_path
-        x = inputs_of(given.ckpt_path, max(sizes), given.data_root)
+        x = load_inputs(given.ckpt_path, max(sizes), given.data_root)
     rows, notes = bench(net, sizes, x, given.rounds)
     rich.print(table(rows, title))
     for note in notes:

@@ -1,4 +1,4 @@
-"""Options of one callback by its class name: `--trainer.callbacks.BudgetController.budget=0.3`."""
+"""Options that name a callback class: `--trainer.callbacks.BudgetController.budget=0.3`."""
 
 import inspect
 import json
@@ -9,58 +9,58 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from dg_lightning.cli.refusal import refusal
-from dg_lightning.spec import import_class
+from dg_lightning.refusal import refusal
+from dg_lightning.training.spec import import_class
 
-__all__ = ["with_named_callbacks"]
+__all__ = ["expand_callback_options"]
 
 _NAMED = re.compile(r"--trainer\.callbacks\.([A-Z]\w*)\.(?:init_args\.)?([\w.]+)(?:=(.*))?", re.S)
-_PRINTS = re.compile(r"--print_config|-h$|--help")
+_PRINT_OPTIONS = re.compile(r"--print_config|-h$|--help")
 
 
-def with_named_callbacks(args: list[str], parser: ArgumentParser) -> list[str]:
-    """Replace options that name a callback's class by the whole list of callbacks.
+def expand_callback_options(args: list[str], parser: ArgumentParser) -> list[str]:
+    """Replace options that name a callback class with the full list of callbacks.
 
     Args:
         args: The command line.
-        parser: Reads the other options, for the callbacks that there are.
+        parser: Parses the other options to find the configured callbacks.
     """
     options, others = [], []
-    waiting = list(args)
-    while waiting:
-        argument = waiting.pop(0)
+    remaining = list(args)
+    while remaining:
+        argument = remaining.pop(0)
         if (match := _NAMED.fullmatch(argument)) is None:
             others.append(argument)
             continue
         name, key, value = match.groups()
-        if value is None and not waiting:
+        if value is None and not remaining:
             raise refusal(f"{argument} needs a value.")
-        options.append((name, key, waiting.pop(0) if value is None else value))
+        options.append((name, key, remaining.pop(0) if value is None else value))
     if not options:
         return args
-    found = parser.parse_args([word for word in others if not _PRINTS.match(word)])
+    found = parser.parse_args([word for word in others if not _PRINT_OPTIONS.match(word)])
     settings = json.loads(parser.dump(found, format="json"))[found.subcommand]
     callbacks = settings["trainer"].get("callbacks") or []
     for name, key, value in options:
-        _set(_called(name, callbacks), key, value)
+        _set_argument(_find_callback(name, callbacks), key, value)
     return [*others, f"--trainer.callbacks={json.dumps(callbacks, default=str)}"]
 
 
-def _called(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the one callback of that class."""
+def _find_callback(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the only callback of the class."""
     names = [callback["class_path"].rpartition(".")[2] for callback in callbacks]
     if names.count(name) == 1:
         return callbacks[names.index(name)]
-    there = ", ".join(names) or "none"
+    present = ", ".join(names) or "none"
     if name in names:
-        raise refusal(f"There are {names.count(name)} callbacks {name} ({there}): use a config.")
+        raise refusal(f"There are {names.count(name)} callbacks {name} ({present}): use a config.")
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"add it with --trainer.callbacks+={name}."
-    raise refusal(f"There is no callback {name} ({there}): {hint}")
+    raise refusal(f"There is no callback {name} ({present}): {hint}")
 
 
-def _set(callback: dict[str, Any], key: str, text: str) -> None:
-    """Set an argument, or a part of one that is a dict."""
+def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
+    """Set an argument, or an entry of a dict argument."""
     cls = import_class(callback["class_path"], object)
     known = inspect.signature(cls).parameters
     target = callback.setdefault("init_args", {})

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one line, with exit status 2."""
+"""One-line error messages for mistakes of the user, with exit status 2."""
 
 import re
 import sysconfig
@@ -14,26 +14,26 @@ from typing_extensions import override
 
 import dg_lightning
 from dg_lightning import callbacks, datamodules
-from dg_lightning.cli.refusal import Refusal, refusal
+from dg_lightning.refusal import Refusal, refusal
 
 __all__ = [
     "OneLineErrorParser",
     "Refusal",
-    "is_users_error",
+    "describe_unexpected",
+    "involves_user_code",
+    "is_user_error",
     "one_line",
-    "passes_own_code",
     "refusal",
-    "unexpected",
 ]
 
-# Packages that raise an error of these types on purpose, with a message for the user.
+# Packages that raise errors of these types with a message for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
-_SPEAKING = [Path(package.__path__[0]) for package in _PACKAGES]
-_SPOKEN = (ValueError, TypeError, RuntimeError)
-_MISFIT = "Error(s) in loading state_dict"
+_PACKAGE_FOLDERS = [Path(package.__path__[0]) for package in _PACKAGES]
+_MESSAGE_TYPES = (ValueError, TypeError, RuntimeError)
+_STATE_DICT_MISMATCH = "Error(s) in loading state_dict"
 
-# Lines of the parser's report on nested types that only lead to what is wrong.
-_FRAME = re.compile(
+# Lines of the parser's report on nested types that do not describe the problem itself.
+_BOILERPLATE = re.compile(
     r"Parser key|Does not validate against|Subtypes:|Errors:|Given value|Problem with given"
     r"|Expected a <class 'NoneType'>|Expected a path but"
 )
@@ -48,10 +48,10 @@ _REWORDINGS = (
 
 
 class OneLineErrorParser(LightningArgumentParser):
-    """Says what is wrong in one line, without the usage of a hundred options before it."""
+    """Reports errors in one line, without the usage text."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An abbreviated option is more often a misspelt one.
+        # An abbreviation is usually a typo.
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     @override
@@ -59,29 +59,29 @@ class OneLineErrorParser(LightningArgumentParser):
         raise refusal(one_line(message), ex)
 
 
-def is_users_error(error: Exception) -> bool:
-    """Tell an error that was raised for the user to read from one that a bug has caused."""
+def is_user_error(error: Exception) -> bool:
+    """Return True if the error is a message for the user rather than a bug."""
     if isinstance(error, (OSError, ImportError, MisconfigurationException)):
         return True
-    if str(error).startswith(_MISFIT):
+    if str(error).startswith(_STATE_DICT_MISMATCH):
         return True
-    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    origin = traceback.extract_tb(error.__traceback__)[-1].filename
     is_sentence = isinstance(error, KeyError) and " " in str(error)
-    speaks = isinstance(error, _SPOKEN) or is_sentence
-    return speaks and any(Path(place).is_relative_to(package) for package in _SPEAKING)
+    has_message = isinstance(error, _MESSAGE_TYPES) or is_sentence
+    return has_message and any(Path(origin).is_relative_to(package) for package in _PACKAGE_FOLDERS)
 
 
-def passes_own_code(error: Exception) -> bool:
-    """Return True if code that is neither ours nor installed took part in an error."""
+def involves_user_code(error: Exception) -> bool:
+    """Return True if the traceback passes through code that is neither ours nor installed."""
     installed = [Path(path) for path in set(sysconfig.get_paths().values())]
     frames = traceback.extract_tb(error.__traceback__)
     files = [Path(frame.filename) for frame in frames if not frame.filename.startswith("<")]
-    known = [*_SPEAKING, *installed]
-    return any(not any(file.is_relative_to(place) for place in known) for file in files)
+    known = [*_PACKAGE_FOLDERS, *installed]
+    return any(not any(file.is_relative_to(folder) for folder in known) for file in files)
 
 
-def unexpected(error: Exception) -> str:
-    """Describe an error that nobody has foreseen."""
+def describe_unexpected(error: Exception) -> str:
+    """Describe an unexpected error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'} (raised in "
@@ -90,25 +90,25 @@ def unexpected(error: Exception) -> str:
 
 
 def one_line(message: str) -> str:
-    """Press the parser's report on nested types into the key and what is wrong with it."""
+    """Reduce the parser's report on nested types to the key and its problem."""
     if "Problems parsing config" in message:
         return " ".join(message.split())
-    if message.startswith(_MISFIT):
+    if message.startswith(_STATE_DICT_MISMATCH):
         first = " ".join(message.split("\n\t", 2)[1].split())[:200]
         return f"The weights of the checkpoint do not fit the net: {first}"
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    reasons = [line for line in lines if line and not _FRAME.match(line)]
-    if not reasons:  # the report is a single line
+    reasons = [line for line in lines if line and not _BOILERPLATE.match(line)]
+    if not reasons:  # a single-line report
         return message.strip()
-    reason = _expectation(reasons) or reasons[0]
+    reason = _join_expectations(reasons) or reasons[0]
     for pattern, replacement in _REWORDINGS:
         reason = re.sub(pattern, replacement, reason)
     return ": ".join([".".join(keys), reason] if keys else [reason])
 
 
-def _expectation(reasons: list[str]) -> str | None:
-    """Join the alternatives of a union: expected one of these, got that."""
+def _join_expectations(reasons: list[str]) -> str | None:
+    """Join the alternatives of a union type: expected A or B, got C."""
     pattern = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])(?:\. Got value: (.*))?$"
     matches = [re.match(pattern, reason) for reason in reasons]
     found = [match for match in matches if match is not None]

@@ -1,4 +1,4 @@
-"""The command `export`: a trained net as a small file that runs without us."""
+"""The command `export`: write a trained net as a small file that runs without dg_lightning."""
 
 import copy
 import importlib.util
@@ -15,22 +15,21 @@ from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedMLP
-from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.trained import (
     BATCH_SIZES,
     add_checkpoint_options,
     batches,
-    checked_sizes,
-    checkpoint_path,
-    data_of,
+    check_batch_sizes,
     has_part,
-    net_of,
-    shape_of,
+    input_shape,
+    load_data,
+    load_net,
+    resolve_checkpoint,
 )
 from dg_lightning.runtime.choice import (
-    MOST_LOST,
-    OFTEN_ENOUGH,
+    FREEZE_USAGE,
+    MAX_ACCURACY_LOSS,
     accuracies,
     fastest_compact,
     freeze_gates,
@@ -41,18 +40,19 @@ from dg_lightning.runtime.choice import (
 from dg_lightning.runtime.compaction import Compact
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.timing import median_seconds
+from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 __all__ = ["run_export"]
 
-_NEEDED = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
+_NEEDS = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
 Run: TypeAlias = Callable[[Tensor], Tensor]
-Seen: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+Batches: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 def run_export(args: list[str]) -> None:
-    """Run the command with the arguments behind its name."""
-    for about_torch_itself in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
-        warnings.filterwarnings("ignore", about_torch_itself)
+    """Run the command with the arguments after its name."""
+    for torch_internal in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
+        warnings.filterwarnings("ignore", torch_internal)
     parser = OneLineErrorParser(
         prog="dg-lightning export",
         description="Write a trained net as a small dense one that runs without dg-lightning.",
@@ -64,24 +64,24 @@ def run_export(args: list[str]) -> None:
         "--min_usage",
         type=float,
         default=0.0,
-        help="Remove blocks that gates which depend on the input open less often than this share "
-        "of the validation samples. This changes what the net says: accuracy is shown.",
+        help="Remove blocks of input-dependent gates that are open for a smaller share of the "
+        "validation samples. This changes the outputs of the net: accuracy is shown.",
     )
     parser.add_argument(
         "--freeze_gates",
         type=Literal["auto"] | bool,
         default="auto",
-        help="Let gates that depend on the input look at it no longer: blocks stay that at least "
-        f"--min_usage of the validation samples open ({OFTEN_ENOUGH} if that is 0). This changes "
-        "what the net says, and makes it as fast as one with static gates. `auto` does it where "
-        "the net is slower than the dense one with them, within --max_loss, and says so; with "
-        "--min_usage it does not.",
+        help="Freeze input-dependent gates to static ones: blocks stay open if at least "
+        f"--min_usage of the validation samples open them ({FREEZE_USAGE} if that is 0). This "
+        "changes the outputs of the net and makes it as fast as one with static gates. `auto` "
+        "freezes, and says so, if the gates make the net slower than the dense one and accuracy "
+        "falls by at most --max_loss; never with --min_usage.",
     )
     parser.add_argument(
         "--max_loss",
         type=float,
-        default=MOST_LOST,
-        help="By how much the accuracy on the validation part may fall with --freeze_gates=auto.",
+        default=MAX_ACCURACY_LOSS,
+        help="Largest drop in validation accuracy for --freeze_gates=auto.",
     )
     parser.add_argument(
         "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
@@ -90,42 +90,43 @@ def run_export(args: list[str]) -> None:
         "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Sizes to be fast for."
     )
     given = parser.parse_args(args)
-    given.ckpt_path = checkpoint_path(given)
-    _need(given.format)
+    given.ckpt_path = resolve_checkpoint(given)
+    _require_packages(given.format)
     if not 0 <= given.min_usage < 1:
         raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
     if not 0 <= given.max_loss <= 1:
         raise refusal(f"`max_loss` must be from 0 to 1, got {given.max_loss}.")
-    net = net_of(given.ckpt_path)
-    sizes = checked_sizes(given.batch_sizes)
+    net = load_net(given.ckpt_path)
+    sizes = check_batch_sizes(given.batch_sizes)
     asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
     wanted = next((name for name, is_wanted in asked.items() if is_wanted), None)
     gates = [layer.gate for layer in net.layers()]
-    looks = any(gate is not None and gate.input_dependent for gate in gates)
-    if wanted and not looks:
+    is_dynamic = any(gate is not None and gate.input_dependent for gate in gates)
+    if wanted and not is_dynamic:
         print(f"--{wanted} has nothing to do: no gate of this net depends on the input.")
         wanted = None
-    data = data_of(given.ckpt_path, given.data_root, needed_by=wanted)
-    seen = None
-    if data is not None and looks and has_part(data, "validate"):
-        seen = partial(batches, data, "validate")
+    data = load_data(given.ckpt_path, given.data_root, needed_by=wanted)
+    held_out = None
+    if data is not None and is_dynamic and has_part(data, "validate"):
+        held_out = partial(batches, data, "validate")
     elif wanted is not None:
         raise refusal(f"`{wanted}` needs a validation part, and the run's data has none.")
-    meant, made = _compacted(net, given, sizes, seen)
-    shape = shape_of(given.ckpt_path)
-    x = check_inputs(made, meant).unflatten(1, shape)
+    reference, compacted = _compact_net(net, given, sizes, held_out)
+    shape = input_shape(given.ckpt_path)
+    x = check_inputs(compacted, reference).unflatten(1, shape)
     preparation = preparation_in(read_checkpoint(given.ckpt_path))
     if preparation is None:
         print("The checkpoint is of an earlier version, which did not save how data was prepared.")
     else:
-        preparation.pop("seen", None)  # which cells were trained on: only the checkpoint needs it
-    exported = export(meant, made, given.format, Path(given.output), x, preparation)
-    slower = [size for size, gain in _tell(net, made, exported, sizes, shape).items() if gain < 1]
-    if meant is not net and wanted is None:
-        print("It is another function than the trained net: --freeze_gates=false keeps the gates.")
-    decides = any(step["kind"] == "gated" for step in made.steps)
+        preparation.pop("seen", None)  # the training cells, needed in the checkpoint only
+    exported = export(reference, compacted, given.format, Path(given.output), x, preparation)
+    gains = _print_results(net, compacted, exported, sizes, shape)
+    slower = [size for size, gain in gains.items() if gain < 1]
+    if reference is not net and wanted is None:
+        print("Its outputs differ from the trained net: --freeze_gates=false keeps the gates.")
+    decides = any(step["kind"] == "gated" for step in compacted.steps)
     if slower and decides:
-        need = "" if seen is not None else ", which needs validation data of the run (--data_root)"
+        need = "" if held_out else ", which needs validation data of the run (--data_root)"
         print(
             f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
             f"on the input cost more here than they save; --freeze_gates=true makes them static"
@@ -136,27 +137,24 @@ def run_export(args: list[str]) -> None:
         print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
 
 
-def _compacted(
-    net: GatedMLP, given: Any, sizes: list[int], seen: Seen | None
+def _compact_net(
+    net: GatedMLP, given: Any, sizes: list[int], held_out: Batches | None
 ) -> tuple[GatedMLP, Compact]:
-    """Return the net as it is meant to be, and what was made of it.
-
-    What is changed on purpose is no fault: the file is compared with what the net is then.
-    """
-    if seen is None or (given.freeze_gates is False and not given.min_usage):
+    """Return the net that the file must match, with all requested changes, and its compact form."""
+    if held_out is None or (given.freeze_gates is False and not given.min_usage):
         return net, fastest_compact(net, sizes)
     if given.freeze_gates == "auto" and not given.min_usage:
-        return frozen_where_faster(net, seen, sizes, given.max_loss)
-    usage = usage_of(net, (x for x, _ in seen()))
+        return frozen_where_faster(net, held_out, sizes, given.max_loss)
+    usage = usage_of(net, (x for x, _ in held_out()))
     if given.freeze_gates is True:
-        frozen = freeze_gates(net, usage, given.min_usage or OFTEN_ENOUGH)
+        frozen = freeze_gates(net, usage, given.min_usage or FREEZE_USAGE)
         return frozen, fastest_compact(frozen, sizes)
-    made = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
-    return _closed_for_good(net, usage, given.min_usage), made
+    compacted = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
+    return _close_rare_blocks(net, usage, given.min_usage), compacted
 
 
-def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:
-    """Return a copy of a net whose hardly used blocks are closed for every input."""
+def _close_rare_blocks(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:
+    """Return a copy of a net with its rarely used blocks closed for every input."""
     closed = copy.deepcopy(net)
     for name, share in usage.items():
         gate: Any = closed.get_submodule(name).gate
@@ -165,29 +163,29 @@ def _closed_for_good(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) 
     return closed
 
 
-def _tell(
-    net: GatedMLP, made: Compact, exported: Exported, sizes: list[int], shape: list[int]
+def _print_results(
+    net: GatedMLP, compacted: Compact, exported: Exported, sizes: list[int], shape: list[int]
 ) -> dict[int, float]:
-    """Print what was written, how exact it is, and how fast; return the speed-up by batch size."""
-    for name, (before, after) in made.units.items():
+    """Print size, accuracy and speed of the file; return the speed-up by batch size."""
+    for name, (before, after) in compacted.units.items():
         print(f"{name}: {after:,} of {before:,} are left.")
-    for note in made.notes:
+    for note in compacted.notes:
         print(note)
     dense = fastest_compact(without_gates(net), sizes).net
-    found = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
     for column in ("batch", "dense ms", "masked ms", "file ms", "file against dense"):
-        found.add_column(column, justify="right")
+        table.add_column(column, justify="right")
     gains = {}
     for size in sizes:
         x = torch.randn(size, *shape)
         with torch.inference_mode():
-            ways: dict[str, Run] = {"dense": dense, "masked": net, "file": exported.run}
-            runs = {name: partial(way, x) for name, way in ways.items()}
-            taken = median_seconds(runs, x.device)
-        cells = [f"{taken[name] * 1e3:.3f}" for name in ("dense", "masked", "file")]
-        gains[size] = taken["dense"] / taken["file"]
-        found.add_row(f"{size:,}", *cells, f"{gains[size]:.2f} x")
-    rich.print(found)
+            nets: dict[str, Run] = {"dense": dense, "masked": net, "file": exported.run}
+            runs = {name: partial(run, x) for name, run in nets.items()}
+            seconds = median_seconds(runs, x.device)
+        cells = [f"{seconds[name] * 1e3:.3f}" for name in ("dense", "masked", "file")]
+        gains[size] = seconds["dense"] / seconds["file"]
+        table.add_row(f"{size:,}", *cells, f"{gains[size]:.2f} x")
+    rich.print(table)
     whole = sum(p.numel() * p.element_size() for p in net.parameters())
     print(
         f"{exported.files[0]}: inputs {shape}, {exported.size:,} bytes ({whole:,} of the trained "
@@ -202,8 +200,8 @@ def _tell(
     return gains
 
 
-def _need(format: str) -> None:
-    missing = [name for name in _NEEDED[format] if importlib.util.find_spec(name) is None]
+def _require_packages(format: str) -> None:
+    missing = [name for name in _NEEDS[format] if importlib.util.find_spec(name) is None]
     if missing:
         raise refusal(
             f"The format {format} needs {', '.join(missing)}: pip install {' '.join(missing)}."

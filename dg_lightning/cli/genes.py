@@ -1,4 +1,4 @@
-"""The command `genes`: which genes a net of cells has kept, and what they say of each cell type."""
+"""The command `genes`: the genes that a net of cells keeps, and their weight by cell type."""
 
 import csv
 from pathlib import Path
@@ -12,19 +12,19 @@ from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedMLP
-from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.runs import add_config_option, newest_run
-from dg_lightning.cli.trained import data_of, net_of
+from dg_lightning.cli.trained import load_data, load_net
 from dg_lightning.files import replacing
+from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 __all__ = ["run_genes"]
 
-_SHOWN = 6  # genes of each type that the terminal shows
+_SHOWN = 6  # genes per cell type in the terminal
 
 
 def run_genes(args: list[str]) -> None:
-    """Run the command with the arguments behind its name."""
+    """Run the command with the arguments after its name."""
     parser = OneLineErrorParser(
         prog="dg-lightning genes",
         description="Write the genes that a net of cells has kept, with their weight by cell type: "
@@ -43,8 +43,8 @@ def run_genes(args: list[str]) -> None:
     preparation = preparation_in(read_checkpoint(path))
     if preparation is None or not {"input_genes", "class_names", "std"} <= preparation.keys():
         raise refusal(f"{path} was not trained on cells: give a run of PBMC3kDataModule.")
-    net = net_of(str(path))
-    data: Any = data_of(str(path), given.data_root, needed_by="genes")
+    net = load_net(str(path))
+    data: Any = load_data(str(path), given.data_root, needed_by="genes")
     names, types = preparation["input_genes"], preparation["class_names"]
     kept, weights = gene_weights(net, list(data.train_dataloader()), len(types))
     if preparation["std"] is not None:
@@ -65,7 +65,7 @@ def run_genes(args: list[str]) -> None:
 
 
 def _checkpoint(run: Path) -> Path:
-    """Return the checkpoint of a run's folder, or the one that was given."""
+    """Return the newest checkpoint in a run folder, or the given file."""
     if run.is_file():
         return run
     found = sorted(run.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
@@ -77,12 +77,12 @@ def _checkpoint(run: Path) -> Path:
 def gene_weights(
     net: GatedMLP, batches: list[tuple[Tensor, Tensor]], classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Return which inputs are kept, bool (inputs,), and the weight of each for each class.
+    """Return the mask of kept inputs ``(inputs,)`` and their weights ``(classes, inputs)``.
 
     Args:
-        net: The net, in evaluation.
+        net: The net, in evaluation mode.
         batches: Inputs and labels.
-        classes: How many classes there are.
+        classes: Number of classes.
     """
     total = torch.zeros(classes, net.in_features)
     cells = torch.zeros(classes)
@@ -104,13 +104,13 @@ def gene_weights(
 
 
 def _table(names: list[str], types: list[str], kept: Tensor, weights: Tensor) -> Table:
-    """Return the genes that speak most for each type."""
+    """Return the genes with the largest weights for each cell type."""
     table = Table(box=box.SIMPLE, show_header=True)
     table.add_column("cell type", no_wrap=True)
     table.add_column("genes that speak for it most")
     for index, cell_type in enumerate(types):
         values = torch.where(kept, weights[index], -torch.inf)
-        first = values.topk(min(_SHOWN, int(kept.sum()))).indices.tolist()
-        speaking = ", ".join(names[gene] for gene in first if values[gene] > 0)
-        table.add_row(escape(cell_type), escape(speaking))
+        top = values.topk(min(_SHOWN, int(kept.sum()))).indices.tolist()
+        top_genes = ", ".join(names[gene] for gene in top if values[gene] > 0)
+        table.add_row(escape(cell_type), escape(top_genes))
     return table

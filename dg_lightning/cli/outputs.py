@@ -1,4 +1,4 @@
-"""What the program leaves in the run's folder: the whole config, predictions, tables of a test."""
+"""Files in the run folder: the full config, predictions, and tables of a test."""
 
 import csv
 import json
@@ -19,62 +19,62 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from typing_extensions import override
 
 from dg_lightning import GatedClassifier
-from dg_lightning.cli.configs import config_name
 from dg_lightning.cli.runs import RUN_FILE
-from dg_lightning.dashboards import run_folder
+from dg_lightning.configs import config_name
 from dg_lightning.files import replacing, write_text
+from dg_lightning.monitoring import run_folder
 from dg_lightning.versions import versions
 
-__all__ = ["SaveWholeConfig", "WritePredictions", "WriteTestTables", "plain"]
+__all__ = ["SaveWholeConfig", "WritePredictions", "WriteTestTables", "to_plain"]
 
 
-def plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
-    """Return settings as numbers, strings, lists and dicts: what YAML and JSON both hold."""
+def to_plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
+    """Return settings as plain values that YAML and JSON can represent."""
     values: dict[str, Any] = json.loads(parser.dump(settings, format="json"))
     return values
 
 
 class SaveWholeConfig(SaveConfigCallback):
-    """Saves the resolved config into the run's folder, and hands all of it to every logger."""
+    """Saves the resolved config in the run folder and logs it to every logger."""
 
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         config = json.loads(self.parser.dump(self.config, format="json", skip_unset=False))
         if isinstance(pl_module, GatedClassifier):
             model = dict(pl_module.hparams)
-            brought = {"class_path": model.pop("_class_path"), "init_args": model}
-            if brought != plain(self.parser, self.config)["model"]:  # by a checkpoint
-                config["model"] = brought
+            saved = {"class_path": model.pop("_class_path"), "init_args": model}
+            if saved != to_plain(self.parser, self.config)["model"]:  # from a checkpoint
+                config["model"] = saved
         for logger in trainer.loggers:
             logger.log_hyperparams({"config": config, "versions": versions()})
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        _keep_metrics(trainer)
-        # Without a logger all runs share a folder: a test must not replace the config of a fit.
+        _ensure_csv_logger(trainer)
+        # Without a logger all runs share a folder: a test must not overwrite the config of a fit.
         command: Any = trainer.state.fn
-        own = trainer.loggers or command == "fit"
+        is_own_folder = trainer.loggers or command == "fit"
         folder = run_folder(trainer)
-        name = "config.yaml" if own else f"config_{command.value}.yaml"
+        name = "config.yaml" if is_own_folder else f"config_{command.value}.yaml"
         write_text(folder / name, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         write_text(folder / "versions.json", json.dumps(versions()))
-        if own:
+        if is_own_folder:
             configs = [config_name(str(path)) for path in self.config.get("config") or []]
             record = {"command": command.value, "configs": configs}
             write_text(folder / RUN_FILE, json.dumps(record))
 
 
-def _keep_metrics(trainer: Any) -> None:
-    """Let the course of a run be in its folder, for reports, whatever its logger is."""
+def _ensure_csv_logger(trainer: Any) -> None:
+    """Add a CSV logger if there is none: reports need the metrics in the run folder."""
     writes = [hasattr(getattr(x, "experiment", None), "metrics_file_path") for x in trainer.loggers]
     if trainer.loggers and not any(writes):
         folder = run_folder(trainer)
         save_dir, name = folder.parent.parent, folder.parent.name
         trainer.loggers.append(CSVLogger(save_dir, name, version=folder.name))
-        _ = trainer.loggers[-1].experiment  # makes the folder, before others write there
+        _ = trainer.loggers[-1].experiment  # creates the folder
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes what `predict` returns into the run's folder, in the order of the samples."""
+    """Writes the outputs of `predict` to the run folder, in the order of the samples."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
@@ -89,30 +89,30 @@ class WritePredictions(BasePredictionWriter):
     ) -> None:
         folder = trainer.strategy.broadcast(run_folder(trainer))
         data = getattr(trainer, "datamodule", None)
-        described: dict[str, Any] = getattr(data, "describe_samples", dict)()
-        key, *known = described or {"index": ()}
+        descriptions: dict[str, Any] = getattr(data, "describe_samples", dict)()
+        key, *known = descriptions or {"index": ()}
         names = _class_names(trainer)
         rows: dict[int, list[Any]] = {}
-        # One dataloader: its batches, each with the indices of its samples.
+        # There is one dataloader; each batch has the indices of its samples.
         for batch, indices in zip(predictions, batch_indices[0], strict=True):
             labels = batch["prediction"].tolist()
             chances = batch["probability"].amax(-1).tolist()
             for index, label, chance in zip(indices, labels, chances, strict=True):
-                about = [described[name][index] for name in described] or [index]
+                about = [descriptions[name][index] for name in descriptions] or [index]
                 name = names[label] if names else label
                 rows[index] = [about[0], name, f"{chance:.6f}", *about[1:]]
         parts = [rows] * trainer.world_size
         if trainer.world_size > 1:
             dist.all_gather_object(parts, rows)
         if trainer.is_global_zero:
-            every = {index: row for part in parts for index, row in part.items()}
+            merged = {index: row for part in parts for index, row in part.items()}
             head = [key, "prediction", "probability", *known]
-            _write_csv(folder / "predictions.csv", [head, *(every[i] for i in sorted(every))])
+            _write_csv(folder / "predictions.csv", [head, *(merged[i] for i in sorted(merged))])
         rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
 
 
 class WriteTestTables(pl.Callback):
-    """Writes the confusion matrix and the compute ledger of a test into the run's folder."""
+    """Writes the confusion matrix and the compute ledger of a test to the run folder."""
 
     def __init__(self) -> None:
         self._confusion: MulticlassConfusionMatrix | None = None
@@ -142,7 +142,7 @@ class WriteTestTables(pl.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         names = _class_names(trainer) or [str(index) for index in range(len(counts))]
-        # A row a true class, a column a predicted one.
+        # Rows are true classes, columns are predictions.
         rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
         folder = run_folder(trainer)
         _write_csv(folder / "confusion.csv", [["true class", *names], *rows])

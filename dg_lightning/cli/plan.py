@@ -1,4 +1,4 @@
-"""The command `plan`: what the schedules of a config will do, without training."""
+"""The command `plan`: draw the schedules of a config without training."""
 
 import math
 from pathlib import Path
@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.files import replacing
-from dg_lightning.plan import Curve, plan_of, risks
-from dg_lightning.schedules import Clock
+from dg_lightning.schedules.plan import Curve, collect_plan, find_risks
+from dg_lightning.schedules.schedule import Clock
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ _PANELS = {
 
 
 class PlanningTrainer(pl.Trainer):
-    """A Trainer that can also draw what its callbacks will do."""
+    """A Trainer that can also plot the schedules of its callbacks."""
 
     def plan(
         self,
@@ -37,22 +37,22 @@ class PlanningTrainer(pl.Trainer):
         datamodule: pl.LightningDataModule | None = None,
         output: str = "plan.png",
     ) -> None:
-        """Draw all schedules of a config against optimizer steps, without training.
+        """Plot all schedules of a config over optimizer steps, without training.
 
         Args:
-            model: The model, whose gates the schedules are for.
-            datamodule: The data, which tells how long an epoch is.
-            output: The picture to write (PNG, or what the ending says); the terminal shows it too.
+            model: The model whose gates are scheduled.
+            datamodule: The data, which determines the length of an epoch.
+            output: The image file (its suffix sets the format); the terminal shows the plan too.
         """
         import rich
 
         clock = self._clock(datamodule)
-        curves = plan_of(self.callbacks, clock, model)  # type: ignore[attr-defined]
+        curves = collect_plan(self.callbacks, clock, model)  # type: ignore[attr-defined]
         if not curves:
             rank_zero_info("No callback of this config has a schedule: there is nothing to plan.")
             return
         rich.print(table(curves, clock))
-        for risk in risks(curves, clock, model):
+        for risk in find_risks(curves, clock, model):
             rich.print(f"Risky: {risk}")
         try:
             import matplotlib  # noqa: F401
@@ -64,7 +64,7 @@ class PlanningTrainer(pl.Trainer):
         rank_zero_info(f"The plan is drawn in {path}.")
 
     def _clock(self, datamodule: pl.LightningDataModule | None) -> Clock:
-        """Count the steps that a fit would have; the data must be there."""
+        """Compute the number of steps of a fit; the data must be available."""
         if datamodule is None:
             raise ValueError("A plan needs data, to know how long an epoch is: give `--data`.")
         datamodule.prepare_data()
@@ -80,34 +80,34 @@ class PlanningTrainer(pl.Trainer):
         total = min(per_epoch * (epochs or 0), steps)
         if not 0 < total < math.inf:
             raise ValueError(
-                f"A plan needs a training of at least one step, and with an end, got {total} "
-                "steps: set `trainer.max_epochs` or `trainer.max_steps`."
+                f"A plan needs a finite number of steps, at least one, got {total}: "
+                "set `trainer.max_epochs` or `trainer.max_steps`."
             )
         return Clock(int(total), per_epoch)
 
 
 def table(curves: list[Curve], clock: Clock) -> "Table":
-    """Return the plan for the terminal: a line a curve."""
+    """Return the plan as a table for the terminal, one row per curve."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    found = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
-    found.add_column("what", no_wrap=True)
+    result = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
+    result.add_column("what", no_wrap=True)
     for column in ("start", "end"):
-        found.add_column(column, justify="right")
-    found.add_column("over the training", no_wrap=True)
+        result.add_column(column, justify="right")
+    result.add_column("over training", no_wrap=True)
     for curve in curves:
         _, values = curve.values(clock, _WIDTH)
         low, high = min(values), max(values)
         scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
         line = "".join(_BARS[round((value - low) * scale)] for value in values)
-        found.add_row(escape(curve.label), f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
-    return found
+        result.add_row(escape(curve.label), f"{values[0]:.4g}", f"{values[-1]:.4g}", line)
+    return result
 
 
 def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
-    """Write the plan as a picture: a panel for each kind of quantity, over optimizer steps."""
+    """Save the plan as a figure with one panel per quantity, over optimizer steps."""
     from matplotlib.backend_bases import FigureCanvasBase
     from matplotlib.figure import Figure
 

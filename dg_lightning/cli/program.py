@@ -1,4 +1,4 @@
-"""The commands of one training, on LightningCLI; `many_runs` and `views` have the others."""
+"""Commands of a single training run, based on LightningCLI."""
 
 import inspect
 import logging
@@ -15,28 +15,27 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
-from dg_lightning.checkpoint import preparation_in, read_checkpoint
-from dg_lightning.cli.callback_options import with_named_callbacks
-from dg_lightning.cli.closing import not_finite, print_closing
-from dg_lightning.cli.configs import with_config_paths
+from dg_lightning.cli.callback_options import expand_callback_options
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, plain
+from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, to_plain
 from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.cli.runs import (
     claim_run_folder,
-    free_version,
     newest_checkpoint,
-    with_run_folder,
+    with_csv_logger_first,
+    with_free_version,
 )
+from dg_lightning.cli.summary import find_non_finite, print_summary
+from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import WholeFileCheckpointIO
-from dg_lightning.spec import check_classes, import_class, modules_named
-from dg_lightning.step_hooks import leave_out_empty_hooks
+from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.spec import check_classes, import_class, modules_named
 
 __all__ = ["GateCLI", "run_command"]
 
-# Imported so that their classes can be named without a path: `--trainer.callbacks+=GatePenalty`.
-_NAMED_BY_CLASS_ALONE = (callbacks, datamodules)
-# Warnings and notes of Lightning that tell a user of this program nothing.
+# Imported so that class names work without a path: `--trainer.callbacks+=GatePenalty`.
+_SHORT_NAMED = (callbacks, datamodules)
+# Warnings of Lightning that do not apply to this program.
 _NOISE = (
     ".*does not have many workers.*",  # the data is in memory
     ".*LeafSpec.*is deprecated.*",
@@ -45,11 +44,11 @@ _NOISE = (
 _ADVERTISING = "Tip: For seamless cloud"
 
 
-def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
-    """Run a command of one training, with further callbacks, and return what it was made of."""
+def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
+    """Run a command of a single training run with additional callbacks, and return its CLI."""
     for noise in _NOISE:
         warnings.filterwarnings("ignore", noise)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertising)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_advertising)
     return GateCLI(
         pl.LightningModule,
         pl.LightningDataModule,
@@ -58,7 +57,7 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
         trainer_class=PlanningTrainer,
         trainer_defaults={"callbacks": list(callbacks)},
         save_config_callback=SaveWholeConfig,
-        save_config_kwargs={"save_to_log_dir": False},  # it knows the run's folder better
+        save_config_kwargs={"save_to_log_dir": False},  # the callback writes to the run folder
         seed_everything_default=0,
         parser_class=OneLineErrorParser,
         parser_kwargs={
@@ -67,30 +66,30 @@ def run_command(args: list[str], callbacks: Sequence[pl.Callback] = ()) -> "Gate
             "description": "Train and use networks that decide which of their units to run.",
         },
         auto_configure_optimizers=False,
-        args=args,
+        args=list(args),
     )
 
 
-def _is_no_advertising(record: logging.LogRecord) -> bool:
+def _is_not_advertising(record: logging.LogRecord) -> bool:
     return _ADVERTISING not in record.getMessage()
 
 
 class GateCLI(LightningCLI):
-    """LightningCLI that finds configs and checkpoints, and lets the data size the net.
+    """LightningCLI that finds configs and checkpoints, and sizes the net by the data.
 
     Args:
         *classes: Classes of model and data.
-        args: What the command line says.
+        args: The command line.
         **options: Other arguments of `LightningCLI`.
     """
 
     def __init__(self, *classes: Any, args: list[str], **options: Any) -> None:
-        every = self.subcommands()
-        # To make the parsers of all the other commands takes a quarter of the start.
-        wanted = {name: skipped for name, skipped in every.items() if name in args[:1]} or every
+        commands = self.subcommands()
+        # Creating the parsers of all commands takes a quarter of the start-up time.
+        wanted = {name: skip for name, skip in commands.items() if name in args[:1]} or commands
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
-        self._saved: dict[str, Any] | None = None  # hyper-parameters of a checkpoint of ours
-        self._preparation: dict[str, Any] | None = None  # of the data that it was trained on
+        self._saved_hparams: dict[str, Any] | None = None  # of our own checkpoint
+        self._preparation: dict[str, Any] | None = None  # of its training data
         super().__init__(*classes, args=args, **options)  # type: ignore[misc]
 
     @staticmethod
@@ -101,98 +100,98 @@ class GateCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
-        resolved = with_named_callbacks(with_config_paths(args), parser)
+        resolved = expand_callback_options(resolve_config_paths(args), parser)
         self.config = parser.parse_args(resolved)
-        given = self._plain()
+        given = self._plain_settings()
         check_classes(given)
         if not _is_gated_classifier(self._settings):
             return
-        for rule in (with_run_folder, free_version):
+        for rule in (with_csv_logger_first, with_free_version):
             if (loggers := rule(given["trainer"])) is not None:
                 given["trainer"]["logger"] = loggers
-                self._change({"trainer": {"logger": loggers}})
+                self._update_settings({"trainer": {"logger": loggers}})
 
     @property
     def _settings(self) -> Namespace:
         settings: Namespace = self.config[self.config.subcommand]
         return settings
 
-    def _plain(self) -> dict[str, Any]:
-        return plain(self._parser(self.config.subcommand), self._settings)
+    def _plain_settings(self) -> dict[str, Any]:
+        return to_plain(self._parser(self.config.subcommand), self._settings)
 
-    def _change(self, values: dict[str, Any]) -> None:
-        """Change settings; the parser checks them as if they had been given."""
+    def _update_settings(self, values: dict[str, Any]) -> None:
+        """Change settings; the parser validates them like command line options."""
         self.config = self.parser.parse_object({self.config.subcommand: values}, self.config)
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Let a checkpoint bring its own model, as a whole.
+        """Use the complete model of a checkpoint.
 
-        Lightning would merge its hyper-parameters into those of the config instead, by its parser,
-        which imports what they name.
+        Lightning would merge its hyperparameters into the config through its parser, which imports
+        every class that they name.
         """
         settings = self._settings
         if "ckpt_path" not in settings:
             return
         path, command = settings.get("ckpt_path"), self.config.subcommand
-        is_ours, given = _is_gated_classifier(settings), self._plain()
+        is_ours, given = _is_gated_classifier(settings), self._plain_settings()
         if is_ours and (path == "last" or (path is None and command != "fit")):
-            # Without a checkpoint, Lightning would quietly evaluate an untrained net.
+            # Without a checkpoint, Lightning would silently evaluate an untrained net.
             configs = [str(config) for config in settings.get("config") or []]
             settings.ckpt_path = path = newest_checkpoint(given["trainer"], configs)
             rank_zero_info(f"Using the newest checkpoint, {path}")
         elif path is None and command != "fit":
             rank_zero_warn(
-                f"There is no --ckpt_path: `{command}` uses the weights that the model begins with."
+                f"There is no --ckpt_path: `{command}` uses the initial weights of the model."
             )
         if path is not None and settings.get("weights_only") is None:
-            settings.weights_only = True  # Lightning reads pickles from a URL otherwise
+            settings.weights_only = True  # otherwise Lightning unpickles files from a URL
         if path is None:
             return
-        # The user trusts what this command itself names.
+        # Modules named on the command line are trusted.
         checkpoint = read_checkpoint(path, also=modules_named(given))
         self._preparation = preparation_in(checkpoint)
         saved = dict(checkpoint.get("hyper_parameters", {}))
         if is_ours:
-            self._take_model(path, saved, given["model"]["init_args"])
+            self._load_model(path, saved, given["model"]["init_args"])
             return
         arguments = settings.get("model.init_args") or Namespace()
         parameters = inspect.signature(import_class(settings.model.class_path, object)).parameters
         for name, value in saved.items():
             if name not in arguments or name not in parameters:
                 continue
-            # The parser would import what a text names, unless it is to be a text.
+            # The parser would import classes named by strings, except for `str` arguments.
             is_text = isinstance(value, str) and parameters[name].annotation is str
             if is_text or isinstance(value, (bool, int, float)):
                 arguments[name] = value
 
-    def _take_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
-        """Use the model of a checkpoint, and say where the config's differs."""
+    def _load_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
+        """Use the model of a checkpoint, and report differences from the config."""
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
             raise refusal(f"{path!r} is no checkpoint of a GatedClassifier: give another one.")
         import_class(class_path, GatedClassifier)
-        self._saved = saved
-        if differing := _differing(configured, saved):
+        self._saved_hparams = saved
+        if differences := _differences(configured, saved):
             rank_zero_info(
                 "The checkpoint brings its own model, which differs from the config in "
-                f"{', '.join(differing)}."
+                f"{', '.join(differences)}."
             )
 
     @override
     def before_instantiate_classes(self) -> None:
-        self._size_by_data()
+        self._fill_sizes_from_data()
         if _is_gated_classifier(self._settings):
             self.parser.add_instantiator(
-                self._instantiate_plainly, GatedClassifier, subclasses=True, prepend=True
+                self._instantiate_model, GatedClassifier, subclasses=True, prepend=True
             )
 
-    def _size_by_data(self) -> None:
-        """Fill in what the model leaves open and the data knows, so that it is saved too."""
+    def _fill_sizes_from_data(self) -> None:
+        """Fill in sizes that the model leaves open from the data, so that they are saved too."""
         settings = self._settings
         wanted = settings.get("model.init_args") or Namespace()
         sizes = [k for k in ("num_classes", "input_shape") if k in wanted and wanted[k] is None]
-        if not sizes or settings.get("data") is None or self._saved is not None:
+        if not sizes or settings.get("data") is None or self._saved_hparams is not None:
             return
         parser = self._parser(self.config.subcommand)
         data = parser.instantiate(Namespace(data=settings.data)).data
@@ -200,14 +199,14 @@ class GateCLI(LightningCLI):
             value = getattr(data, key, None)
             wanted[key] = list(value) if isinstance(value, (tuple, torch.Size)) else value
 
-    def _instantiate_plainly(
+    def _instantiate_model(
         self, class_type: type[GatedClassifier], *args: Any, **kwargs: Any
     ) -> GatedClassifier:
-        # The parser has checked the arguments and made factories of net and optimizer. The model is
-        # given the plain values instead: they are its hyper-parameters in the checkpoint.
-        if self._saved is None:
-            return class_type(**self._plain()["model"]["init_args"])
-        saved = dict(self._saved)
+        # The parser has validated the arguments and turned net and optimizer into factories. The
+        # model gets the plain values instead, as they become hyperparameters in the checkpoint.
+        if self._saved_hparams is None:
+            return class_type(**self._plain_settings()["model"]["init_args"])
+        saved = dict(self._saved_hparams)
         return import_class(saved.pop("_class_path"), GatedClassifier)(**saved)
 
     @override
@@ -215,13 +214,13 @@ class GateCLI(LightningCLI):
         super().instantiate_classes()
         use_preparation = getattr(self.datamodule, "use_preparation", None)
         path = self._settings.get("ckpt_path")
-        # In a fit, Lightning hands it over when it restores the data.
+        # In a fit, Lightning restores it with the state of the data.
         if use_preparation is None or path is None or self.config.subcommand == "fit":
             return
         if self._preparation is None:
             rank_zero_warn(
-                f"{path} does not say how its data was prepared, as those of earlier versions "
-                "do not: see that this data is prepared in the same way."
+                f"{path} does not record how its data was prepared, as checkpoints of earlier "
+                "versions do not: make sure that this data is prepared in the same way."
             )
         else:
             use_preparation(self._preparation)
@@ -236,15 +235,13 @@ class GateCLI(LightningCLI):
                 claim_run_folder(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileCheckpointIO()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            leave_out_empty_hooks(callback)
         return trainer
 
     def after_fit(self) -> None:
-        """Say how a training has ended."""
+        """Print a summary, and fail if training diverged."""
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            print_closing(self.trainer)
-        if reason := not_finite(self.trainer):
+            print_summary(self.trainer)
+        if reason := find_non_finite(self.trainer):
             raise refusal(f"The training has failed: {reason}.", status=1)
 
 
@@ -255,12 +252,12 @@ def _is_gated_classifier(settings: Namespace) -> bool:
     )
 
 
-def _differing(configured: Any, brought: Any, key: str = "model") -> list[str]:
-    """Name the values of the config that a checkpoint replaces; what was left open is no value."""
-    if configured is None or configured == brought:
+def _differences(configured: Any, saved: Any, key: str = "model") -> list[str]:
+    """List the config values that a checkpoint replaces, except those that are None."""
+    if configured is None or configured == saved:
         return []
-    if isinstance(configured, dict) and isinstance(brought, dict):
-        names = sorted(configured.keys() | brought.keys())
-        parts = [(n, configured.get(n), brought.get(n)) for n in names]
-        return [name for n, a, b in parts for name in _differing(a, b, f"{key}.{n}")]
+    if isinstance(configured, dict) and isinstance(saved, dict):
+        names = sorted(configured.keys() | saved.keys())
+        parts = [(n, configured.get(n), saved.get(n)) for n in names]
+        return [name for n, a, b in parts for name in _differences(a, b, f"{key}.{n}")]
     return [key]

@@ -1,4 +1,4 @@
-"""The entry point: answers what needs no torch at once, and hands everything else on."""
+"""The entry point: answers requests that need no torch, and delegates all others."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import dg_lightning
-from dg_lightning.cli.configs import config_path, config_summary, options_named, shipped_configs
-from dg_lightning.cli.refusal import refusal
+from dg_lightning.configs import config_path, config_summary, option_values, shipped_configs
+from dg_lightning.refusal import refusal
 
 __all__ = ["COMMANDS", "main"]
 
@@ -34,32 +34,32 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the program with the given arguments, or with those of the command line."""
     given = list(sys.argv[1:] if args is None else args)
     try:
-        if _answer(given):
+        if _answer_without_torch(given):
             return
         # Not at the top: imports torch, which takes seconds.
         from dg_lightning.cli.commands import run
 
         run(given)
-    except SystemExit as ended:
-        # Lightning ends a training that is interrupted by itself, with another status.
-        if isinstance(ended.__context__, KeyboardInterrupt) and given[0] == "fit":
+    except SystemExit as stop:
+        # Lightning exits with another status when training is interrupted.
+        if isinstance(stop.__context__, KeyboardInterrupt) and given[0] == "fit":
             sys.stderr.write(
-                "dg-lightning: interrupted; `fit --ckpt_path last` goes on from here.\n"
+                "dg-lightning: interrupted; `fit --ckpt_path last` resumes from here.\n"
             )
             raise SystemExit(_INTERRUPTED) from None
         raise
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except OSError as error:  # a file that was named cannot be read
+    except OSError as error:  # a given file cannot be read
         raise refusal(f"{error}.", error) from error
-    except KeyboardInterrupt:  # Lightning ends a training well by itself
+    except KeyboardInterrupt:  # outside training, where Lightning handles it
         sys.stderr.write("dg-lightning: interrupted.\n")
         raise SystemExit(_INTERRUPTED) from None
 
 
-def _answer(given: list[str]) -> bool:
-    """Answer what needs no torch; return whether that was all."""
+def _answer_without_torch(given: list[str]) -> bool:
+    """Answer requests that need no torch; return True if nothing is left to do."""
     words = [word for word in given if word != "--quiet"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -83,7 +83,7 @@ def _answer(given: list[str]) -> bool:
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {does}" for name, does in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         [
             "usage: dg-lightning COMMAND [options]",
@@ -99,7 +99,7 @@ def _usage() -> str:
 
 
 def _list_configs(rest: list[str]) -> None:
-    """Print the shipped configs, or those whose name begins with a word."""
+    """Print the shipped configs, or those whose name begins with the given prefix."""
     if len(rest) > 1:
         raise refusal(f"`configs` takes one name at most, got {' '.join(rest)}.")
     shipped = shipped_configs()
@@ -113,15 +113,15 @@ def _list_configs(rest: list[str]) -> None:
 
 
 def _check_files(command: str, rest: list[str]) -> None:
-    """Refuse files that are not there before torch is imported."""
-    for name in options_named(rest, "--config", "-c"):
+    """Refuse missing files before torch is imported."""
+    for name in option_values(rest, "--config", "-c"):
         config_path(name)
-    for path in options_named(rest, "--ckpt_path"):
+    for path in option_values(rest, "--ckpt_path"):
         if path not in ("last", "null") and "://" not in path and not Path(path).exists():
             raise refusal(
                 f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
             )
-    for path in options_named(rest, "--data.path", "--data.init_args.path"):
+    for path in option_values(rest, "--data.path", "--data.init_args.path"):
         if path != "null" and not Path(path).exists():
             raise refusal(f"There is no file {path!r}: give another with --data.path.")
     folders = [word for word in rest[:1] if not word.startswith("-")]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for commands that use trained nets: the net, its inputs, its data."""
+"""Loading of trained nets and their data from checkpoints."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,49 +11,49 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dg_lightning import GatedClassifier, GatedMLP
-from dg_lightning.checkpoint import preparation_in, read_checkpoint
 from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
 from dg_lightning.cli.runs import add_config_option, newest_run
-from dg_lightning.spec import build, check_trusted, import_class
+from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.spec import build, check_trusted, import_class
 
 __all__ = [
     "BATCH_SIZES",
     "add_checkpoint_options",
     "batches",
-    "checked_sizes",
-    "checkpoint_path",
-    "data_of",
+    "check_batch_sizes",
     "has_part",
-    "inputs_of",
-    "net_of",
-    "shape_of",
+    "input_shape",
+    "load_data",
+    "load_inputs",
+    "load_net",
+    "resolve_checkpoint",
 ]
 
 BATCH_SIZES = [1, 32, 1024]
 
 
 def add_checkpoint_options(parser: OneLineErrorParser) -> None:
-    """Let a command be told its checkpoint by path, or by config."""
+    """Add the options that select a checkpoint by path or by config."""
     parser.add_argument("--ckpt_path", type=str, help="The checkpoint.")
     add_config_option(parser)
 
 
-def checkpoint_path(given: Any) -> str:
-    """Return the checkpoint that was asked for."""
+def resolve_checkpoint(given: Any) -> str:
+    """Return the path of the selected checkpoint."""
     if (given.ckpt_path is None) == (given.config is None):
         raise refusal("Give either --ckpt_path, or --config for the newest run of a config.")
     return newest_run(given.config) if given.ckpt_path is None else given.ckpt_path
 
 
-def checked_sizes(batch_sizes: list[int]) -> list[int]:
-    """Return the sizes of batches that were asked for."""
+def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
+    """Return the batch sizes, or refuse invalid ones."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise refusal(f"`batch_sizes` must be numbers of at least 1, got {batch_sizes}.")
     return batch_sizes
 
 
-def net_of(path: str) -> GatedMLP:
-    """Return the net of a checkpoint, in evaluation, without gradients."""
+def load_net(path: str) -> GatedMLP:
+    """Return the net of a checkpoint, in evaluation mode, without gradients."""
     saved = read_checkpoint(path).get("hyper_parameters", {})
     class_path = saved.get("_class_path")
     if not isinstance(class_path, str):
@@ -68,20 +68,20 @@ def net_of(path: str) -> GatedMLP:
     return net
 
 
-def shape_of(path: str) -> list[int]:
-    """Return the shape of one input of a checkpoint's net."""
+def input_shape(path: str) -> list[int]:
+    """Return the shape of a single input of a checkpoint's net."""
     saved = read_checkpoint(path)["hyper_parameters"].get("input_shape")
     if saved is None:
-        return [net_of(path).in_features]
+        return [load_net(path).in_features]
     return [saved] if isinstance(saved, int) else list(saved)
 
 
-def data_of(
+def load_data(
     path: str, root: str | None, *, needed_by: str | None = None
 ) -> pl.LightningDataModule | None:
-    """Return the data of the run that a checkpoint is from, by the config in the run's folder.
+    """Return the data of a checkpoint's run, from the config in the run folder.
 
-    None where it is not there, unless an option needs it.
+    Returns None if there is none, or refuses if an option needs it.
     """
     checkpoint = Path(path).resolve()
     places = [folder / "config.yaml" for folder in list(checkpoint.parents)[:2]]
@@ -106,7 +106,7 @@ def data_of(
         data.prepare_data()
         for stage in ("validate", "test") if preparation else ("fit", "test"):
             data.setup(stage)
-    except Exception as error:  # of whatever kind: a DataModule may be anybody's
+    except Exception as error:  # any error: the DataModule may be third-party
         reason = one_line(str(error))
         if needed_by is not None:
             raise refusal(f"The run's data cannot be read ({reason}): give --data_root.") from error
@@ -119,29 +119,29 @@ def _read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise refusal(f"{path} is not plain YAML ({one_line(str(error))}): mend it.") from error
+        raise refusal(f"{path} is not plain YAML ({one_line(str(error))}): fix it.") from error
 
 
 def has_part(data: pl.LightningDataModule, part: str) -> bool:
-    """Tell whether there are samples in the validation or test part."""
+    """Return True if there are samples in the validation or test part."""
     try:
         return next(batches(data, part), None) is not None
-    except MisconfigurationException:  # of a DataModule without a loader for it
+    except MisconfigurationException:  # no such dataloader
         return False
 
 
-def inputs_of(path: str, count: int, root: str | None = None) -> Tensor:
-    """Return inputs for the net of a checkpoint: of the run's validation part, if that is there."""
-    data = data_of(path, root)
+def load_inputs(path: str, count: int, root: str | None = None) -> Tensor:
+    """Return validation inputs of a checkpoint's run, or random ones if not available."""
+    data = load_data(path, root)
     if data is None:
         print("Inputs are drawn at random.")
-        return torch.randn(count, net_of(path).in_features)
+        return torch.randn(count, load_net(path).in_features)
     found = torch.cat([x for x, _ in batches(data, "validate")]).flatten(1)
     return found.repeat(-(-count // len(found)), 1)[:count]
 
 
 def batches(data: pl.LightningDataModule, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give the inputs and labels of the validation or test part."""
+    """Yield the inputs and labels of the validation or test part."""
     loader = data.val_dataloader() if part == "validate" else data.test_dataloader()
     for x, target, *_ in loader:
         yield x, target

@@ -1,4 +1,4 @@
-"""The commands `report`, `genes` and `wandb-workspace`: look at what came out."""
+"""The commands `report`, `genes` and `wandb-workspace`, which present results."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,13 @@ from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.files import write_text
 
-__all__ = ["VIEWS", "show"]
+__all__ = ["VIEW_COMMANDS", "run_view_command"]
 
-VIEWS = ("report", "genes", "wandb-workspace")
+VIEW_COMMANDS = ("report", "genes", "wandb-workspace")
 
 
-def show(args: list[str]) -> None:
-    """Run one of the commands with the arguments behind that word."""
+def run_view_command(args: list[str]) -> None:
+    """Run one of these commands with the arguments after its name."""
     command, *rest = args
     if command == "report":
         _report(rest)
@@ -26,11 +26,11 @@ def show(args: list[str]) -> None:
 
 
 def _report(args: list[str]) -> None:
-    from dg_lightning.report import write_report
+    from dg_lightning.study.report import write_report
 
     parser = OneLineErrorParser(
         prog="dg-lightning report",
-        description="Write the page of a study or of a run: one file that opens from the disk.",
+        description="Write the HTML report of a study or of a run as a single file.",
     )
     parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
     add_config_option(parser)
@@ -64,7 +64,7 @@ def _workspace(args: list[str]) -> None:
         raise refusal(
             "`wandb-workspace` needs W&B: pip install wandb wandb-workspaces.", error
         ) from error
-    from dg_lightning.dashboards.workspace import gate_workspace, reachable_server, specification
+    from dg_lightning.monitoring.workspace import gate_workspace, reachable_server, specification
 
     workspace = gate_workspace(given.entity, given.project)
     address, answers = reachable_server()

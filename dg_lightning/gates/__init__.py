@@ -3,29 +3,50 @@
 A gate decides, before a layer's matrix product, which of the layer's units run::
 
     z = logit            one per unit (static) or GateNet(h) (input-dependent)
-    p = sigmoid(z / τ)   the chance that the unit is open: what a penalty sees
-    g = policy(p)        what the unit is multiplied by: 0 or 1 in every evaluation
+    p = sigmoid(z / τ)   the probability that the unit is open; penalties act on it
+    g = policy(p)        the factor applied to the unit; always 0 or 1 in evaluation
 
-The backward pass of a hard gate is the one of `p` (straight-through estimator), so that the
-gradient of the loss reaches the logit of a closed unit too.
+The backward pass of a hard gate is that of `p` (straight-through estimator), so the
+logit of a closed unit also receives the gradient of the loss.
 
 Reference: Y. I. Choi, "DynamicGate-MLP", 2025, sections 3.1 to 3.5.
 """
 
-from dg_lightning.gates.base import Gate, GateOptions
-from dg_lightning.gates.dynamic import DynamicGate
-from dg_lightning.gates.policies import Policy, straight_through, top_k_mask
-from dg_lightning.gates.settings import GateSettings, make_gate
-from dg_lightning.gates.static import StaticGate
+from .base import Gate, GateOptions
+from .dynamic import DynamicGate
+from .policies import Policy, straight_through, top_k_mask
+from .protocol import (
+    Feeds,
+    GateLike,
+    by_pattern,
+    connection_mask,
+    detach_graph,
+    gate_layers,
+    set_connections,
+)
+from .settings import GateSettings, make_gate
+from .state import SharedState, set_temperature, set_threshold, shared_state
+from .static import StaticGate
 
 __all__ = [
     "DynamicGate",
+    "Feeds",
     "Gate",
+    "GateLike",
     "GateOptions",
     "GateSettings",
     "Policy",
+    "SharedState",
     "StaticGate",
+    "by_pattern",
+    "connection_mask",
+    "detach_graph",
+    "gate_layers",
     "make_gate",
+    "set_connections",
+    "set_temperature",
+    "set_threshold",
+    "shared_state",
     "straight_through",
     "top_k_mask",
 ]

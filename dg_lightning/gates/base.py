@@ -1,30 +1,31 @@
-"""What every gate does: probability, policy, floor, state."""
+"""Base class of all gates: probability, policy, floor, state."""
 
 import math
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from typing import Any, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from dg_lightning.gates.decision import decided
 from dg_lightning.gates.policies import (
     Policy,
+    hard_gate,
     logit_for,
     open_probability,
-    sampled,
+    sample_gate,
     straight_through,
     top_k_mask,
 )
-from dg_lightning.protocol import Feeds
+from dg_lightning.gates.protocol import Feeds
 
 __all__ = ["Gate", "GateOptions", "at_least_float32"]
 
 
 class GateOptions(TypedDict, total=False):
-    """What every gate can be told, as plain values; `Gate` says what they mean."""
+    """Options common to all gates, as plain values. See `Gate` for their meaning."""
 
     block_size: int
     policy: Policy
@@ -36,31 +37,30 @@ class GateOptions(TypedDict, total=False):
 
 
 class Gate(nn.Module, ABC):
-    """What static and input-dependent gates share: probability, policy, floor, state.
+    """Base class of static and input-dependent gates.
 
-    A forward pass leaves its probabilities and gates in `probability` and `gate`, one entry per
-    block, with their graph; it has no other side effect. Where both are made at once, the gradient
-    of a loss by p is to be found at `gate`, which hands it on (straight through). All arithmetic is
-    in float32 (or wider), under autocast and in a half-precision model too.
+    A forward pass stores `probability` and `gate`, one entry per block, with their graph; it has no
+    other side effect. All arithmetic is in float32 (or wider), even under autocast and in
+    half-precision models.
 
     Args:
-        units: How many units the gate opens and closes.
-        block_size: How many neighbouring units share one gate.
+        units: Number of gated units.
+        block_size: Number of neighbouring units that share one gate.
         policy: How `p` becomes `g` in training. `threshold`: 1 where p > threshold. `top_k`: 1 for
-            the k largest. `bernoulli`: a draw with chance p, per sample. `soft`: p itself.
-            `concrete`: a relaxed draw in (0, 1). `hard_concrete`: a relaxed draw clipped to [0, 1];
-            p is then the chance that it is not 0. Evaluation is always hard.
-        k: Open gates of `top_k`, an int as a count, a float as a fraction.
-        temperature: τ, a 0-d buffer, so that a change never recompiles a compiled model.
-        threshold: θ, a 0-d buffer, one for each gate.
-        initial_open_rate: The p that every unit starts with.
-        min_open: Floor on open gates, an int as a count, a float as a fraction. Every sample has at
-            least that many: the ones with the largest p.
-        device: Where the state is made.
+            the k largest. `bernoulli`: sampled with probability p, per input. `soft`: p itself.
+            `concrete`: a relaxed sample in (0, 1). `hard_concrete`: a relaxed sample clipped to
+            [0, 1]; p is then the probability that it is not 0. Evaluation is always hard.
+        k: Number of open gates for `top_k`: an int is a count, a float a fraction.
+        temperature: τ, a 0-d buffer, so changing it never triggers a recompilation.
+        threshold: θ, a 0-d buffer.
+        initial_open_rate: Initial p of every unit.
+        min_open: Minimum number of open gates per sample, those with the largest p: an int is a
+            count, a float a fraction.
+        device: Device of the state.
     """
 
     input_dependent: bool
-    reads_half = False  # whether `logits` takes inputs in half precision, and widens them itself
+    accepts_half = False  # True if `logits` handles half-precision inputs itself
     temperature: Tensor
     threshold: Tensor
     min_open: Tensor
@@ -106,20 +106,21 @@ class Gate(nn.Module, ABC):
         self.feeds = Feeds()
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
-        self._given = {"temperature": temperature, "threshold": threshold, "min_open": min_open}
-        # 0-d buffers: they travel in the checkpoint, and a change never recompiles a model.
+        self._initial = {"temperature": temperature, "threshold": threshold, "min_open": min_open}
+        # 0-d buffers: saved in checkpoints, and changing them never triggers a recompilation.
         for name in ("temperature", "threshold"):
             self.register_buffer(name, torch.empty((), dtype=torch.float32, device=device))
-        # The floor too is a float: an average of weights would round a whole number down.
+        # A float, because weight averaging would round an integer down.
         self.register_buffer("min_open", torch.zeros((), dtype=torch.float32, device=device))
+        self.register_load_state_dict_post_hook(_sync_floor)  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
-        """Return z, float32 or wider, an entry per block: ``(blocks,)`` or ``(batch, blocks)``."""
+        """Return z in float32 or wider, with shape ``(blocks,)`` or ``(batch, blocks)``."""
 
     @abstractmethod
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs of the decision for a sample with so many inputs open; None is all."""
+        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
 
     @abstractmethod
     def shift_bias(self, delta: float) -> None:
@@ -127,79 +128,73 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def scale_logits(self, factor: float) -> None:
-        """Multiply the logit of every unit, for every input."""
+        """Multiply the logit of every unit by `factor`."""
 
     @abstractmethod
     def _revive_blocks(self, blocks: Tensor) -> None:
-        """Bring blocks, given by index, back to their initial open rate."""
+        """Reset blocks, given by index, to their initial open rate."""
 
     @torch.no_grad()
     def revive(self, units: Tensor) -> None:
-        """Bring units, given by index or as a bool mask, back to their initial open rate.
+        """Reset units, given by index or as a bool mask, to their initial open rate.
 
-        With blocks, the whole block of each unit.
+        The whole block of each unit is reset.
         """
         indices = units.nonzero().flatten() if units.dtype == torch.bool else units
         self._revive_blocks(torch.unique(indices // self.block_size))
 
     def reset_parameters(self) -> None:
-        """Start anew: temperature, threshold and floor as they were given, every unit open."""
-        self.temperature.fill_(self._given["temperature"])
-        self.threshold.fill_(self._given["threshold"])
-        self.set_min_open(self._given["min_open"])
+        """Reset all parameters, temperature, threshold and floor to their initial values."""
+        self.temperature.fill_(self._initial["temperature"])
+        self.threshold.fill_(self._initial["threshold"])
+        self.set_min_open(self._initial["min_open"])
 
     @override
     def forward(self, h: Tensor) -> Tensor:
-        return self.per_unit(self.decide(h))
+        return self.expand_blocks(self.decide(h))
 
     def decide(self, h: Tensor) -> Tensor:
-        """Return g, one entry per block; leave it and its p behind."""
-        if torch.is_autocast_enabled(h.device.type):  # it takes long to say that it is off
-            with torch.autocast(h.device.type, enabled=False):
-                p, g = self._decided(h)
-        else:
-            p, g = self._decided(h)
-        if torch.compiler.is_compiling() or not {"probability", "gate"} <= vars(self).keys():
-            self.probability, self.gate = p, g
-        else:  # a module takes long to set an attribute
-            vars(self).update(probability=p, gate=g)
+        """Return g, one entry per block, and store p and g."""
+        device = h.device.type
+        autocast = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            z = self.logits(h if self.accepts_half else _widen(h)) / self.temperature
+            p = open_probability(z, self.policy)
+            g = self._apply_policy(z, p, samples=h.shape[:-1])
+        self.probability, self.gate = p, g
         return g
 
-    def _decided(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        z, temperature = self.logits(h if self.reads_half else _widened(h)), self.temperature
+    def _apply_policy(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
+        # Noisy policies sample once per input, even if all inputs share one p.
         if not self.training or self.policy in ("threshold", "top_k"):
-            return decided(z, temperature, self.threshold, self.policy, self.k, self._floor)
-        z = z / temperature
-        p = open_probability(z, self.policy)
-        return p, p if self.policy == "soft" else self._drawn(z, p, samples=h.shape[:-1])
-
-    def _drawn(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
-        """Return one draw per sample, also where all samples share one probability."""
-        g = sampled(z, p.expand(*samples, -1), self.policy)
+            return hard_gate(p, self.threshold, self.k, self._floor)
+        if self.policy == "soft":
+            return p
+        g = sample_gate(z, p.expand(*samples, -1), self.policy)
         if not self._floor:
             return g
         forced = top_k_mask(p, self._floor) & (g == 0)
         return torch.where(forced, straight_through(torch.ones_like(g), p), g)
 
-    def per_unit(self, per_block: Tensor) -> Tensor:
-        """Repeat a value per block for each of the block's units."""
+    def expand_blocks(self, per_block: Tensor) -> Tensor:
+        """Expand values per block to values per unit."""
         if self.block_size == 1:
             return per_block
         return per_block.unsqueeze(-1).expand(*per_block.shape, self.block_size).flatten(-2)
 
     def set_min_open(self, min_open: int | float) -> None:
-        """Set the floor on open gates, an int as a count, a float as a fraction."""
+        """Set the minimum number of open gates: an int is a count, a float a fraction."""
         self._floor = _count("min_open", min_open, self.blocks, least=0)
         self.min_open.fill_(self._floor)
 
     def initial_logit(self) -> Tensor:
-        """Return the z whose probability is the initial open rate at the temperature of now."""
+        """Return the logit of the initial open rate at the current temperature."""
         return self.temperature * logit_for(self.initial_open_rate, self.policy)
 
     @override
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # `.half()` and `.bfloat16()` of a model would leave logits too coarse to learn: a step of
-        # 0.001 at a logit of 2 is lost in bfloat16. Move with the model, but stay in float32.
+        # Stay in float32 when the model is cast to half precision: logits would be too coarse to
+        # learn. In bfloat16 a step of 0.001 from a logit of 2 is lost.
         def keep_precision(tensor: Tensor) -> Tensor:
             moved: Tensor = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
@@ -208,13 +203,8 @@ class Gate(nn.Module, ABC):
         super()._apply(keep_precision, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    @override
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._floor = round(float(self.min_open))
-
     def __getstate__(self) -> dict[str, Any]:
-        # What the last forward pass left has a graph, which can be neither copied nor pickled.
+        # Tensors with a graph can be neither copied nor pickled.
         return {**self.__dict__, "probability": None, "gate": None}
 
     @override
@@ -226,7 +216,7 @@ class Gate(nn.Module, ABC):
 
 
 def _count(name: str, value: int | float, total: int, least: int) -> int:
-    """Resolve a count, or a fraction written as a float, against `total`."""
+    """Resolve a count (int) or a fraction of `total` (float)."""
     if isinstance(value, float):
         if not 0 <= value <= 1:
             raise ValueError(f"`{name}` as a fraction must be in [0, 1], got {value}.")
@@ -236,10 +226,14 @@ def _count(name: str, value: int | float, total: int, least: int) -> int:
     return value
 
 
-def _widened(h: Tensor) -> Tensor:
+def _sync_floor(gate: Gate, incompatible_keys: Any) -> None:
+    gate._floor = round(float(gate.min_open))
+
+
+def _widen(h: Tensor) -> Tensor:
     return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
 def at_least_float32(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type of a gate's parameters: the wanted one, never narrower than float32."""
+    """Return the dtype for a gate's parameters: `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)

@@ -1,4 +1,4 @@
-"""Input-dependent gates: a GateNet reads the layer before (section 3.1 of the paper)."""
+"""Input-dependent gates, computed by a GateNet (section 3.1 of the paper)."""
 
 from typing import Any, Literal
 
@@ -13,20 +13,20 @@ __all__ = ["DynamicGate"]
 
 
 class DynamicGate(Gate):
-    """A small network, the GateNet, reads the layer's input and decides for every sample anew.
+    """Input-dependent gate: a small network, the GateNet, decides per sample.
 
-    Every unit starts at its initial open rate for every input: the last weight starts at 0.
+    The last weight is initialised to 0, so units start at their initial open rate for any input.
 
     Args:
-        in_features: Width of the layer before, which the GateNet reads.
-        units: How many units the gate opens and closes.
-        network: `linear` is one matrix, `low_rank` two with `rank` between them, `mlp` has `hidden`
-            ReLU units.
+        in_features: Width of the GateNet's input, which is the layer's input.
+        units: Number of gated units.
+        network: `linear` is one matrix, `low_rank` a product of two with inner width `rank`, `mlp`
+            has one hidden layer of `hidden` ReLU units.
         rank: Inner width of `low_rank`.
         hidden: Inner width of `mlp`.
-        device: Where the parameters are made.
-        dtype: Type of the parameters; never narrower than float32.
-        **options: The arguments of `Gate`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; never narrower than float32.
+        **options: Arguments of `Gate`.
 
     >>> gate = DynamicGate(8, 4, network="low_rank", rank=2)
     >>> gate(torch.randn(3, 8)).shape
@@ -34,7 +34,7 @@ class DynamicGate(Gate):
     """
 
     input_dependent = True
-    reads_half = True
+    accepts_half = True
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class DynamicGate(Gate):
     ) -> None:
         super().__init__(units, device=device, **options)
         self.in_features = in_features
-        kind: dict[str, Any] = {"device": device, "dtype": at_least_float32(dtype)}
+        factory: dict[str, Any] = {"device": device, "dtype": at_least_float32(dtype)}
         layers: list[nn.Module]
         if network == "linear":
-            layers = [nn.Linear(in_features, self.blocks, **kind)]
+            layers = [nn.Linear(in_features, self.blocks, **factory)]
         elif min(rank, hidden) < 1:
             raise ValueError(f"`rank` and `hidden` must be at least 1, got {rank}, {hidden}.")
         elif network == "low_rank":
-            first = nn.Linear(in_features, rank, bias=False, **kind)
-            layers = [first, nn.Linear(rank, self.blocks, **kind)]
+            first = nn.Linear(in_features, rank, bias=False, **factory)
+            layers = [first, nn.Linear(rank, self.blocks, **factory)]
         elif network == "mlp":
-            first = nn.Linear(in_features, hidden, **kind)
-            layers = [first, nn.ReLU(), nn.Linear(hidden, self.blocks, **kind)]
+            first = nn.Linear(in_features, hidden, **factory)
+            layers = [first, nn.ReLU(), nn.Linear(hidden, self.blocks, **factory)]
         else:
             raise ValueError(f"`network` must be linear, low_rank or mlp, got {network!r}.")
         self.network = nn.Sequential(*layers)

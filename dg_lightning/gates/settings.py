@@ -1,4 +1,4 @@
-"""A gate as plain values, the way YAML files and checkpoints hold it."""
+"""Gate settings as plain values, as stored in YAML files and checkpoints."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ __all__ = ["GateSettings", "make_gate"]
 
 
 class GateSettings(GateOptions, total=False):
-    """The gate of a layer as plain values, its kind and its options."""
+    """Kind and options of a layer's gate, as plain values."""
 
     kind: Literal["static", "dynamic"]
     network: Literal["linear", "low_rank", "mlp"]
@@ -27,7 +27,7 @@ def make_gate(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Gate:
-    """Build the gate that `settings` describes for a layer of `units` units.
+    """Build a gate from its settings, for a layer of `units` units.
 
     >>> make_gate({"kind": "static", "threshold": 0.6}, in_features=8, units=4)
     StaticGate(units=4, policy=threshold)

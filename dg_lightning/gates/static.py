@@ -12,13 +12,13 @@ __all__ = ["StaticGate"]
 
 
 class StaticGate(Gate):
-    """One learnable logit per unit: the same units are open for every input.
+    """Static gate: one learnable logit per unit, the same for every input.
 
     Args:
-        units: How many units the gate opens and closes.
-        device: Where the parameters are made.
-        dtype: Type of the parameters; never narrower than float32.
-        **options: The arguments of `Gate`.
+        units: Number of gated units.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; never narrower than float32.
+        **options: Arguments of `Gate`.
 
     >>> gate = StaticGate(4, initial_open_rate=0.9)
     >>> gate(torch.zeros(2, 3)).tolist()

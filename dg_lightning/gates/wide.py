@@ -1,4 +1,4 @@
-"""Products in float32 of inputs in half precision, without a copy of the inputs in float32."""
+"""Float32 products of half-precision inputs, without a float32 copy of the inputs."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 __all__ = ["wide_linear"]
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-# Products of half precision with a float32 result.
+# torch.mm with `out_dtype`.
 _HAS_WIDE_PRODUCTS = _VERSION >= (2, 8) and torch.version.hip is None
 
 
 def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     """Return ``W h + b`` in the precision of the weights, which are float32 or wider.
 
-    A gate reads all inputs to make few decisions, so its time is that of reading them; in float32
-    they are twice as many bytes, and a copy must be written first.
+    A gate reads many inputs to make few decisions, so it is memory-bound; a float32 copy would have
+    to be written first and doubles the bytes to read.
     """
     if h.dtype == linear.weight.dtype:
         same: Tensor = linear(h)
@@ -31,31 +31,31 @@ def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
 
 
 class _SplitProduct(torch.autograd.Function):
-    """``x Wᵀ``, W as the sum of two bfloat16 matrices: 16 bits of its mantissa."""
+    """``x Wᵀ`` with W split into a sum of two bfloat16 matrices (16 mantissa bits)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _halves(torch.mm(x, _split(weight).t(), out_dtype=torch.float32), dim=1)
+        return _add_halves(torch.mm(x, _split(weight).t(), out_dtype=torch.float32), dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        of_x = of_weight = None
+        x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            of_x = gradient.to(x.dtype) @ weight.to(x.dtype)
+            x_grad = gradient.to(x.dtype) @ weight.to(x.dtype)
         if ctx.needs_input_grad[1]:
             split = _split(gradient.t().contiguous())
-            of_weight = _halves(torch.mm(split, x, out_dtype=torch.float32), dim=0)
-        return of_x, of_weight
+            weight_grad = _add_halves(torch.mm(split, x, out_dtype=torch.float32), dim=0)
+        return x_grad, weight_grad
 
 
 def _split(wide: Tensor) -> Tensor:
-    """Stack a matrix rounded to bfloat16 and what the rounding left."""
+    """Stack a matrix rounded to bfloat16 and its rounding error."""
     rounded = wide.to(torch.bfloat16)
     return torch.cat([rounded, (wide - rounded).to(torch.bfloat16)])
 
 
-def _halves(stacked: Tensor, dim: int) -> Tensor:
+def _add_halves(stacked: Tensor, dim: int) -> Tensor:
     first, second = stacked.chunk(2, dim)
     return first + second

@@ -1,10 +1,11 @@
-"""Sparse connectivity: densities, structures, drop and grow; without Lightning."""
+"""Sparse connectivity: densities, structures, drop and grow, masks on layers; without Lightning."""
 
-from .connections import Connections, change_all
-from .densities import Distribution, densities
-from .finite import all_finite
+from typing import Any
+
+from .densities import Distribution, check_sparsity, densities, layer_densities
+from .drop_and_grow import drop_and_grow, largest_mask
+from .drop_schedule import DropSchedule, DropShape
 from .gate_correction import OpenRates
-from .gradient_mask import GradientMask
 from .imports import (
     announce_masks,
     forget_masks,
@@ -12,34 +13,69 @@ from .imports import (
     masks_of_pruned,
     saved_masks,
 )
-from .optimizer_slots import WEIGHT_BY_WEIGHT, parameter_slots, reset_slots
+from .initial_masks import (
+    check_masks,
+    generator_for,
+    given_masks,
+    initial_mask,
+    masks_of,
+    sample_masks,
+    sparse_layers,
+)
 from .selection import largest, largest_in_rows
-from .sparse_layers import generator_for, initial_mask, sparse_layers
+from .sparse_layer import (
+    WEIGHT_BY_WEIGHT,
+    SparseLayer,
+    change_connections,
+    parameter_state,
+    reset_state,
+)
 from .structures import Structure
-from .update import largest_mask, rewired
+from .zeroing import zero_outside
 
 __all__ = [
     "WEIGHT_BY_WEIGHT",
-    "Connections",
     "Distribution",
-    "GradientMask",
+    "DropSchedule",
+    "DropShape",
     "OpenRates",
+    "SparseLayer",
     "Structure",
-    "all_finite",
     "announce_masks",
-    "change_all",
+    "change_connections",
+    "check_masks",
+    "check_sparsity",
     "densities",
+    "drop_and_grow",
     "forget_masks",
     "generator_for",
+    "given_masks",
     "import_pruned",
     "initial_mask",
     "largest",
     "largest_in_rows",
     "largest_mask",
+    "layer_densities",
+    "masks_of",
     "masks_of_pruned",
-    "parameter_slots",
-    "reset_slots",
-    "rewired",
+    "parameter_state",
+    "reset_state",
+    "sample_masks",
     "saved_masks",
     "sparse_layers",
+    "zero_outside",
 ]
+
+_RENAMED = {
+    "Connections": "SparseLayer",
+    "change_all": "change_connections",
+    "parameter_slots": "parameter_state",
+    "reset_slots": "reset_state",
+    "rewired": "drop_and_grow",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[_RENAMED[name]]

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["Distribution", "densities"]
+from dg_lightning.gates.protocol import by_pattern
+
+__all__ = ["Distribution", "check_sparsity", "densities", "layer_densities"]
 
 Distribution: TypeAlias = Literal["uniform", "er", "erk"]
 
@@ -44,6 +46,30 @@ def densities(
             return {name: 1.0 if name in dense else scale * raw[name] for name in shapes}
         dense |= {name for name in free if raw[name] == raw[full]}
     return dict.fromkeys(shapes, 1.0)
+
+
+def check_sparsity(
+    sparsity: float | Mapping[str, float], distribution: Distribution, layers: Sequence[str] | None
+) -> None:
+    """Refuse values that make no sense, or not together."""
+    for value in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
+        if not 0 <= value < 1:
+            raise ValueError(f"`sparsity` must be in [0, 1), got {value}.")
+    if isinstance(sparsity, Mapping) and layers is not None:
+        raise ValueError("`sparsity` by layer names the layers: leave `layers` out.")
+    if distribution not in ("uniform", "er", "erk"):
+        raise ValueError(f"`distribution` must be uniform, er or erk, got {distribution!r}.")
+
+
+def layer_densities(
+    layers: Mapping[str, Any], sparsity: float | Mapping[str, float], distribution: Distribution
+) -> dict[str, float]:
+    """Return the density of each layer, for one sparsity of all or for one by name pattern."""
+    if isinstance(sparsity, Mapping):
+        values = by_pattern("sparsity", sparsity, layers, 0.0)
+        return {name: 1 - value for name, value in zip(layers, values, strict=True)}
+    shapes = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
+    return densities(shapes, 1 - sparsity, distribution)
 
 
 def _raw(shape: Sequence[int], distribution: Distribution) -> float:

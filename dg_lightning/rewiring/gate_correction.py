@@ -1,75 +1,60 @@
-"""How often the units at the two ends of a connection were open: the fused method's correction.
+"""The fused method's correction: how often the units at both ends of a connection were open.
 
-A closed gate starves the weights into and out of its unit: their gradient is the mean over all
-samples, of which only those count that had both ends open.
+A closed gate starves the weights into and out of its unit: only samples with both ends open
+contribute to their gradient, which is a mean over all samples.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.compute import LinearMap, linear_maps
-from dg_lightning.protocol import GateLike
+from dg_lightning.compute.macs import linear_maps
+from dg_lightning.gates.protocol import GateLike
 
 __all__ = ["OpenRates"]
 
 
 class OpenRates:
-    """Open rates of the units around each linear map, summed over the micro-batches of a step.
+    """Open rates of the units around each linear map, over the micro-batches of a step.
 
     Args:
         module: The module.
-        layers: The layers that matter.
+        layers: The layers to track, of which those without gates are left out.
     """
 
-    def __init__(self, module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        wanted = set(layers.values())
-        self.maps = [m for m in linear_maps(module) if m.linear in wanted and _gated(m)]
+    def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        wanted = set(layers)
+        maps = [m for m in linear_maps(module) if m.linear in wanted]
+        gates = {m.linear: (m.output_gate, m.input_gate) for m in maps}
+        self.gates = {linear: ends for linear, ends in gates.items() if ends != (None, None)}
         self._step: int | None = None
-        self._seen = 0
-        self._sums: dict[nn.Module, tuple[Tensor | None, Tensor | None]] = {}
+        self._rates: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
 
     @torch.no_grad()
-    def see(self, step: int) -> None:
-        """Take the gates of the last forward pass, one of those that this step is made of."""
+    def add(self, step: int) -> None:
+        """Add the last forward pass to a step; another step starts afresh."""
         if step != self._step:
-            self._step, self._seen, self._sums = step, 0, {}
-        self._seen += 1
-        for m in self.maps:
-            ends = _open_rate(m.output_gate), _open_rate(m.input_gate)
-            before = self._sums.get(m.linear, (None, None))
-            self._sums[m.linear] = (_added(before[0], ends[0]), _added(before[1], ends[1]))
+            self._step, self._rates = step, {linear: ([], []) for linear in self.gates}
+        for linear, gates in self.gates.items():
+            for rates, gate in zip(self._rates[linear], gates, strict=True):
+                if gate is not None and gate.gate is not None:
+                    rates.append(_open_rate(gate))
 
-    def rates(self) -> Tensor | None:
-        """Return all rates as one vector, for a mean over processes."""
-        parts = [end for ends in self._sums.values() for end in ends if end is not None]
-        return torch.cat(parts) / self._seen if parts else None
-
-    def by_layer(self, rates: Tensor | None) -> dict[nn.Module, Tensor]:
-        """Return the share of samples that had both ends open, ``(out, in)`` or broadcastable."""
+    def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
+        """Return the share of samples with both ends open, ``(out, in)``; `mean` is over ranks."""
         found: dict[nn.Module, Tensor] = {}
-        for linear, ends in self._sums.items():
-            assert rates is not None
-            sizes = [0 if end is None else len(end) for end in ends]
-            outputs, inputs, rates = rates.split([*sizes, len(rates) - sum(sizes)])
-            share = inputs if ends[0] is None else outputs.unsqueeze(-1)
-            found[linear] = share * inputs if ends[0] is not None and ends[1] is not None else share
+        for linear, (outputs, inputs) in self._rates.items():
+            if outputs:
+                found[linear] = mean(torch.stack(outputs).mean(0)).unsqueeze(-1)
+            if inputs:
+                share = mean(torch.stack(inputs).mean(0))
+                found[linear] = found[linear] * share if outputs else share
         return found
 
 
-def _gated(m: LinearMap) -> bool:
-    return m.input_gate is not None or m.output_gate is not None
-
-
-def _open_rate(gate: GateLike | None) -> Tensor | None:
-    """Return the share of samples that had each unit open."""
-    if gate is None or gate.gate is None:
-        return None
+def _open_rate(gate: GateLike) -> Tensor:
+    assert gate.gate is not None
     is_open = (gate.gate.detach() != 0).float()
     per_block = is_open.flatten(0, -2).mean(0) if is_open.ndim > 1 else is_open
     return per_block.repeat_interleave(gate.block_size)
-
-
-def _added(before: Tensor | None, now: Tensor | None) -> Tensor | None:
-    return now if before is None else before if now is None else before + now

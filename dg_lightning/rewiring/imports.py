@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.protocol import connection_mask, plain_name
+from dg_lightning.gates.protocol import connection_mask, plain_name, set_connections
 
-from .connections import unpacked
+from .sparse_layer import unpack_mask
 
 __all__ = ["announce_masks", "forget_masks", "import_pruned", "masks_of_pruned", "saved_masks"]
 
@@ -78,17 +78,17 @@ def import_pruned(
 
 
 def saved_masks(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the masks that the sparse callbacks have left in a checkpoint, by layer."""
+    """Return the masks of sparse callbacks in a checkpoint, by layer."""
     content = _loaded(checkpoint)
     masks: dict[str, Tensor] = {}
     for state in (content.get("callbacks") or {}).values():
         for name, layer in (state.get(STATE) or {}).items() if isinstance(state, dict) else ():
-            masks[name] = unpacked(layer["mask"], layer["shape"])
+            masks[name] = unpack_mask(layer["mask"], layer["shape"])
     return masks
 
 
 def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Tell the layers of a module which connections they have, for the compute ledger."""
+    """Announce the masks of a module's layers, for the compute ledger."""
     for name, child in module.named_modules():
         mask = masks.get(plain_name(name))
         if mask is None:
@@ -98,15 +98,16 @@ def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
             announced.copy_(mask)  # a callback may hold it
         else:
             weight: Any = child.weight
-            child.connection_mask = mask.to(weight.device)
+            announced = mask.to(weight.device)
+        set_connections(child, announced)
 
 
 def forget_masks(module: nn.Module) -> bool:
-    """Take back what layers were told of missing connections; return whether any was."""
-    told = [child for child in module.modules() if connection_mask(child) is not None]
-    for child in told:
-        del child.connection_mask
-    return bool(told)
+    """Remove the announced masks of all layers; return True if there were any."""
+    sparse = [child for child in module.modules() if connection_mask(child) is not None]
+    for child in sparse:
+        set_connections(child, None)
+    return bool(sparse)
 
 
 def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:

@@ -1,8 +1,7 @@
-"""Structures: which weights come and go together, and where their number is kept.
+"""Structures: which weights form a connection, and within which groups connections move.
 
-A layer's weights are seen as a matrix ``(out, in)``, a convolution's with its kernel in the inputs.
-A structure lays the matrix out as ``(groups, members)``. Connections may move within a group only,
-so that each group keeps its number of them.
+A layer's weight is viewed as a matrix ``(out, in)``; a kernel belongs to the inputs. A structure
+arranges the matrix as ``(groups, members)``, and each group keeps its number of connections.
 """
 
 import re
@@ -12,20 +11,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Structure"]
+__all__ = ["TRANSPOSED", "Structure"]
 
 _BLOCK = re.compile(r"block:([1-9]\d*)")
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _N_OF_M = re.compile(r"([1-9]\d*):([1-9]\d*)")
 
 
 @dataclass(frozen=True)
 class Structure:
-    """How the connections of a layer are laid out.
+    """The structure of a layer's connections.
 
     Args:
-        kind: `unstructured`: any connection, one group. `block:16`: squares of 16 x 16 as a whole,
-            one group. `2:4`: 2 of every 4 inputs in a row of an output, a group. `fan_in`: every
-            output has the same number of inputs, each output a group.
+        kind: `unstructured`: single weights, one group. `block:16`: squares of 16 x 16 weights, one
+            group. `2:4`: 2 of every 4 consecutive inputs of an output. `fan_in`: the same number of
+            inputs for every output.
 
     >>> Structure("2:4").density
     0.5
@@ -59,14 +59,14 @@ class Structure:
 
     @property
     def density(self) -> float | None:
-        """The density that it prescribes, if it does."""
+        """The density that it prescribes, if any."""
         return None if self.n_of_m is None else self.n_of_m[0] / self.n_of_m[1]
 
     def refuse_if_unfit(self, name: str, layer: nn.Module) -> None:
-        """Raise if a layer cannot be laid out so."""
+        """Raise if a layer does not fit this structure."""
         weight = cast(Tensor, layer.weight)
         rows, columns = weight.shape[0], weight[0].numel()
-        transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
+        transposed = isinstance(layer, TRANSPOSED)
         if transposed and (self.kind == "fan_in" or self.n_of_m is not None):
             raise ValueError(
                 f"`structure={self.kind!r}` is by outputs, and the weight of {name}, a transposed "
@@ -83,8 +83,17 @@ class Structure:
                 f"divides, {name} has {columns}: leave the layer out with `layers`."
             )
 
+    def note_on(self, sparsity: object) -> str | None:
+        """Return a note if this structure prescribes another sparsity."""
+        if self.density is None or sparsity == 1 - self.density:
+            return None
+        return (
+            f"leaves out {1 - self.density:.0%} of the weights, as `structure={self.kind!r}` says; "
+            f"`sparsity={sparsity}` is not used."
+        )
+
     def has(self, mask: Tensor) -> bool:
-        """Tell whether a mask keeps to it."""
+        """Return True if a mask has this structure."""
         groups = self.masks(mask)
         counts = groups.sum(-1)
         if not torch.equal(self.ungroup(groups, mask), mask):
@@ -92,7 +101,7 @@ class Structure:
         return bool((counts == (counts[0] if self.n_of_m is None else self.n_of_m[0])).all())
 
     def groups(self, values: Tensor) -> Tensor:
-        """Lay values of at least 0 out as ``(groups, members)``; a block has their sum."""
+        """Arrange values of at least 0 as ``(groups, members)``; a block has their sum."""
         matrix = values.flatten(1)
         if self.block > 1:
             return self._blocks(matrix).sum((1, 3)).reshape(1, -1)
@@ -101,13 +110,13 @@ class Structure:
         return matrix if self.kind == "fan_in" else matrix.reshape(1, -1)
 
     def masks(self, mask: Tensor) -> Tensor:
-        """Lay a mask out as ``(groups, members)``; a block is in where one of its weights is."""
+        """Arrange a mask as ``(groups, members)``; a block is set if any of its weights is."""
         if self.block > 1:
             return self._blocks(mask.flatten(1)).any(3).any(1).reshape(1, -1)
         return self.groups(mask)
 
     def ungroup(self, mask: Tensor, like: Tensor) -> Tensor:
-        """Bring a mask ``(groups, members)`` back to the shape of the weight."""
+        """Return a mask ``(groups, members)`` in the shape of the weight."""
         if self.block > 1:
             rows, columns = like.shape[0] // self.block, like[0].numel() // self.block
             blocks = mask.reshape(rows, 1, columns, 1)

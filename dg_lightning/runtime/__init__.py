@@ -1,4 +1,4 @@
-"""A trained net made really fast: compaction, execution by blocks, export, and what it brings."""
+"""Fast inference of trained nets: compaction, block-wise execution, export and benchmarks."""
 
 from dg_lightning.runtime.block_gated import BlockGatedMLP
 from dg_lightning.runtime.choice import (

@@ -1,4 +1,4 @@
-"""Bench: what gates save on this machine, beside what their MACs let expect."""
+"""Benchmark: measured speed-up of gates, compared with the speed-up that MACs predict."""
 
 import copy
 import csv
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.compute import decision_macs, executed_macs, linear_maps
+from dg_lightning.compute.macs import decision_macs, executed_macs, linear_maps
 from dg_lightning.files import replacing
-from dg_lightning.layers import GatedMLP
-from dg_lightning.protocol import gate_layers
+from dg_lightning.gates.protocol import gate_layers
+from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime.block_gated import BlockGatedMLP
 from dg_lightning.runtime.choice import fastest_compact, without_gates
-from dg_lightning.runtime.engines import forget_rooms
+from dg_lightning.runtime.engines import release_buffers
 from dg_lightning.runtime.sparse import SparseLinear, with_fast_connections
 from dg_lightning.runtime.timing import median_seconds, peak_bytes
 
@@ -29,15 +29,15 @@ __all__ = ["Row", "bench", "draw", "predicted_speed_up", "random_net", "save", "
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run a net, at one batch size.
+    """Measurement of one execution method at one batch size.
 
     Args:
         way: `dense` (the net without its gates), `masked`, `compact`, `blocks` or `sparse`.
-        batch_size: Samples of a batch.
-        milliseconds: Median time of a batch.
+        batch_size: Samples per batch.
+        milliseconds: Median time per batch.
         speed_up: Dense time over this time.
-        predicted: Dense MACs over executed MACs, those of the gates counted.
-        peak_mb: Memory that a batch takes beside the weights.
+        predicted: Dense MACs over executed MACs, including those of the gates.
+        peak_mb: Peak memory of a batch, without the weights.
         weights_mb: Memory of the weights.
     """
 
@@ -51,69 +51,69 @@ class Row:
 
     @property
     def per_second(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return self.batch_size / self.milliseconds * 1e3
 
     @property
     def realised(self) -> float:
-        """The share of the predicted speed-up that is there."""
+        """Fraction of the predicted speed-up that is achieved."""
         return self.speed_up / self.predicted
 
 
 def bench(
     net: GatedMLP, batch_sizes: Sequence[int], x: Tensor | None = None, rounds: int = 15
 ) -> tuple[list[Row], list[str]]:
-    """Measure a net: dense, masked, compact, by blocks, and with sparse connections.
+    """Measure a net: dense, masked, compact, block-wise and with sparse connections.
 
     Args:
         net: The net, on its device.
-        batch_sizes: The sizes of batches.
-        x: Inputs to take batches from; drawn at random where None. Which gates open depends on it.
-        rounds: How often each is measured.
+        batch_sizes: The batch sizes to measure.
+        x: Inputs to take batches from, random if None. They determine which gates open.
+        rounds: Number of measurements of each method.
 
     Returns:
-        A row for every way and size, and what was found on the way.
+        A row for each method and batch size, and notes.
     """
     net = copy.deepcopy(net).eval()
     like = net.output.weight
     if x is None:
         x = torch.randn(max(batch_sizes), net.in_features, device=like.device, dtype=like.dtype)
     x = x.flatten(1).to(like.device, like.dtype)
-    x = x.repeat(-(-max(batch_sizes) // len(x)), 1)  # as many as the largest batch has
+    x = x.repeat(-(-max(batch_sizes) // len(x)), 1)  # at least one largest batch
     compacted = fastest_compact(net, batch_sizes)
     dense = without_gates(net)
-    # As plain layers, as somebody would write it who knows of no gates.
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "dense": fastest_compact(_filled(dense), batch_sizes).net,
+    # The dense baseline consists of plain layers.
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        "dense": fastest_compact(_fill_missing_connections(dense), batch_sizes).net,
         "masked": net,
         "compact": compacted.net,
     }
     notes = list(compacted.notes)
     if any(gate.input_dependent for gate in gate_layers(net, required=False).values()):
-        ways["blocks"] = BlockGatedMLP.of(net)
-    sparse, found = with_fast_connections(compacted.net, batch_sizes)
-    notes += found
+        methods["blocks"] = BlockGatedMLP.of(net)
+    sparse, sparse_notes = with_fast_connections(compacted.net, batch_sizes)
+    notes += sparse_notes
     if any(isinstance(module, SparseLinear) for module in sparse):
-        ways["sparse"] = sparse
+        methods["sparse"] = sparse
     rows = []
     for size in batch_sizes:
         batch = x[:size]
         predicted = predicted_speed_up(net, batch)
         with torch.inference_mode():
-            runs = {name: partial(way, batch) for name, way in ways.items()}
-            taken = median_seconds(runs, like.device, rounds)
-            for name, way in ways.items():
-                forget_rooms()  # so that the memory of every way is counted
-                peak = peak_bytes(partial(way, batch), like.device) / 2**20
+            runs = {name: partial(method, batch) for name, method in methods.items()}
+            seconds = median_seconds(runs, like.device, rounds)
+            for name, method in methods.items():
+                release_buffers()  # so that every method's peak includes its buffers
+                peak = peak_bytes(partial(method, batch), like.device) / 2**20
                 rows.append(
                     Row(
                         name,
                         size,
-                        taken[name] * 1e3,
-                        taken["dense"] / taken[name],
+                        seconds[name] * 1e3,
+                        seconds["dense"] / seconds[name],
                         1.0 if name == "dense" else predicted,
                         peak,
-                        _weight_bytes(way) / 2**20,
+                        _weight_bytes(method) / 2**20,
                     )
                 )
     return rows, notes
@@ -121,7 +121,7 @@ def bench(
 
 @torch.inference_mode()
 def predicted_speed_up(net: GatedMLP, x: Tensor) -> float:
-    """Return the dense MACs over those that a batch executes, decisions included."""
+    """Return the ratio of dense MACs to the MACs that a batch executes, gates included."""
     net(x)
     maps = linear_maps(net)
     needed = sum(float(executed_macs(m).double().mean()) for m in maps)
@@ -131,17 +131,17 @@ def predicted_speed_up(net: GatedMLP, x: Tensor) -> float:
 
 
 @torch.no_grad()
-def _filled(net: GatedMLP) -> GatedMLP:
-    """Give a net's missing connections some weight: nothing of it can be left out."""
+def _fill_missing_connections(net: GatedMLP) -> GatedMLP:
+    # Nonzero weights everywhere, so that compaction cannot remove anything.
     for parameter in net.parameters():
         if parameter.ndim == 2:
             parameter[parameter == 0] = 1e-3
     return net
 
 
-def _weight_bytes(way: Callable[[Tensor], Tensor]) -> int:
-    assert isinstance(way, nn.Module)
-    return sum(map(_bytes, (*way.parameters(), *way.buffers())))
+def _weight_bytes(net: Callable[[Tensor], Tensor]) -> int:
+    assert isinstance(net, nn.Module)
+    return sum(map(_bytes, (*net.parameters(), *net.buffers())))
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -160,24 +160,24 @@ def random_net(
     device: torch.device,
     dtype: torch.dtype,
 ) -> GatedMLP:
-    """Make a net of that shape whose gates open that share of its blocks, at random.
+    """Create a net whose gates open a random subset of its blocks.
 
     Args:
-        widths: Inputs, hidden layers, outputs.
-        open_rate: Share of the blocks that is open.
-        dynamic: Whether each sample opens others.
+        widths: Number of inputs, hidden widths, number of outputs.
+        open_rate: Fraction of open blocks.
+        dynamic: Whether the open blocks depend on the sample.
         block_size: Units that share a gate.
-        device: Where it is made.
-        dtype: Its type.
+        device: Device of the net.
+        dtype: Data type of the net.
     """
     if len(widths) < 3 or min(widths) < 1:
         raise ValueError(f"`shape` must be inputs, hidden widths and outputs, got {list(widths)}.")
     if not 0 < open_rate <= 1:
         raise ValueError(f"`open_rate` must be above 0 and at most 1, got {open_rate}.")
-    kind: Any = {"kind": "dynamic" if dynamic else "static", "block_size": block_size}
-    made: Any = {"device": device, "dtype": dtype}
-    net = GatedMLP(widths[0], list(widths[1:-1]), widths[-1], gate=kind, **made)
-    h = torch.randn(512, widths[0], **made)
+    gate_settings: Any = {"kind": "dynamic" if dynamic else "static", "block_size": block_size}
+    options: Any = {"device": device, "dtype": dtype}
+    net = GatedMLP(widths[0], list(widths[1:-1]), widths[-1], gate=gate_settings, **options)
+    h = torch.randn(512, widths[0], **options)
     with torch.no_grad():
         for layer in net.eval().layers():
             gate: Any = layer.gate
@@ -185,7 +185,7 @@ def random_net(
                 first = gate.network[0]
                 first.weight.normal_(std=first.in_features**-0.5)
                 logits = gate.logits(h)
-                # The share of a batch of normal inputs that is to be open is above the edge.
+                # Logits above this quantile of normal inputs are open.
                 first.bias -= torch.quantile(logits.float().flatten()[:100_000], 1 - open_rate)
             else:
                 count = max(round(open_rate * gate.blocks), 1)
@@ -196,16 +196,16 @@ def random_net(
 
 
 def table(rows: Sequence[Row], title: str) -> "Table":
-    """Return the rows for the terminal."""
+    """Return the rows as a table for the terminal."""
     from rich import box
     from rich.table import Table
 
-    found = Table(title=title, box=box.SIMPLE)
-    # Short, so that a terminal of 80 columns shows all.
+    result = Table(title=title, box=box.SIMPLE)
+    # Short headers, to fit into 80 columns.
     for column in ("batch", "way", "ms", "per s", "gain", "by MACs", "realised", "MB"):
-        found.add_column(column, justify="left" if column == "way" else "right")
+        result.add_column(column, justify="left" if column == "way" else "right")
     for row in rows:
-        found.add_row(
+        result.add_row(
             f"{row.batch_size:,}",
             row.way,
             f"{row.milliseconds:.3f}",
@@ -215,7 +215,7 @@ def table(rows: Sequence[Row], title: str) -> "Table":
             f"{row.realised:.0%}",
             f"{row.peak_mb + row.weights_mb:.1f}",
         )
-    return found
+    return result
 
 
 def save(rows: Sequence[Row], path: Path) -> None:
@@ -232,7 +232,7 @@ def save(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw speed-up over batch size, and what the MACs predict."""
+    """Plot measured and predicted speed-up over batch size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

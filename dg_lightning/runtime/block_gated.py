@@ -1,4 +1,4 @@
-"""A GatedMLP that runs only the blocks of units that its samples open."""
+"""A GatedMLP that computes only the blocks of units that are open."""
 
 from functools import partial
 from typing import Any, Literal, Self, TypeAlias, get_args
@@ -8,40 +8,39 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from dg_lightning.gates import Gate
-from dg_lightning.layers import GatedLinear, GatedMLP
-from dg_lightning.runtime.dispatch import FEW, candidates, fastest_engine, run_gated
+from dg_lightning.layers.mlp import GatedLinear, GatedMLP
+from dg_lightning.runtime.dispatch import MAX_ROWS_BATCH, candidates, fastest_engine, run_gated
 from dg_lightning.runtime.feed_forward import FeedForward
-from dg_lightning.runtime.replay import Recording, Replays
+from dg_lightning.runtime.replay import GraphCache, Recording
 from dg_lightning.runtime.timing import shortest_seconds
 
 __all__ = ["BlockGatedMLP", "Engine"]
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
-_HARD = ("threshold", "top_k", "bernoulli")
-_OFTEN = 10  # uses of a shape after which recording it is tried
-_RENEWED = 1000  # uses after which engines are compared again: open rates change in training
+_HARD_POLICIES = ("threshold", "top_k", "bernoulli")
+_RECORD_AFTER = 10  # uses of an input shape before a CUDA graph is tried
+_REMEASURE_AFTER = 1000  # uses; open rates change during training
 
 
 class BlockGatedMLP(GatedMLP):
-    """A `GatedMLP` whose input-dependent gates skip work: closed blocks need not be computed.
+    """A `GatedMLP` that skips the blocks closed by its input-dependent gates.
 
-    It has the parameters, the state dict and the values of a `GatedMLP`, so a checkpoint of one
-    loads into the other. A hidden layer is run by blocks where its gate depends on the input and is
-    hard, nothing stands between product and activation, and the gate of the next layer does not
-    need the hidden units itself; every other layer, and one with hooks, runs as in a `GatedMLP`.
-    Where blocks are skipped, a closed gate learns nothing from the loss of that sample.
+    Parameters, state dict and outputs equal those of a `GatedMLP`, so checkpoints are
+    interchangeable. A hidden layer skips blocks if its gate is hard and input-dependent, it has no
+    norm or active dropout, and the next layer's gate does not read its units. All other layers, and
+    those with hooks, run as in a `GatedMLP`. A skipped block gives its gate no gradient.
 
     Args:
         in_features: Number of inputs.
         hidden: Width of each hidden layer.
         num_classes: Number of outputs.
-        engine: `masked` is a `GatedMLP`: all is computed, and closed gates learn too. `blocks`
-            multiplies each block with the samples that open it. `rows` reads only the weights of
-            open units, one sample after the other (to learn, it is `blocks`). `triton` has kernels
-            of its own, on CUDA; `graph` records them and the rest of the net as a CUDA graph (in
-            evaluation, without gradients). `auto` takes the one that is fastest for the batch at
-            hand, by measuring, `dense` among them (all blocks, and the gradients of the others);
-            engines round differently, so a training that must be repeatable bit by bit names one.
+        engine: `masked` computes everything, as a `GatedMLP` does; closed gates get gradients too.
+            `blocks` multiplies each block with the samples that open it. `rows` reads only the
+            weights of open units, sample by sample (`blocks` if gradients are needed). `triton`
+            uses custom CUDA kernels; `graph` also captures the net as a CUDA graph (evaluation
+            without gradients only). `auto` measures which engine is fastest for each batch size,
+            including `dense` (all blocks, gradients as with skipping). Engines round differently:
+            name one if training must be bitwise reproducible.
         **options: The other arguments of `GatedMLP`.
 
     >>> gate = {"kind": "dynamic", "block_size": 16}
@@ -67,16 +66,16 @@ class BlockGatedMLP(GatedMLP):
             raise ValueError(f"`engine` must be one of {get_args(Engine)}, got {engine!r}.")
         self.engine = engine
         self._fastest: dict[tuple[Any, ...], tuple[str, int]] = {}
-        self._kept: dict[int, dict[Any, Any]] = {}  # views of each layer's weights
-        self._replays: Replays | None = None
-        self._replayed: dict[torch.Size, int | bool] = {}  # uses of a shape, or what was found
+        self._views: dict[int, dict[Any, Any]] = {}  # weight views by layer
+        self._graphs: GraphCache | None = None
+        self._replays: dict[torch.Size, int | bool] = {}  # uses, then whether to replay
 
     @classmethod
     def of(cls, mlp: GatedMLP, engine: Engine = "auto") -> Self:
-        """Return a net that shares the layers of a `GatedMLP`, and skips work."""
+        """Return a net that shares the layers of a `GatedMLP` and skips closed blocks."""
         net = cls.__new__(cls)
         nn.Module.__init__(net)
-        # All but what every module has for itself, such as hooks.
+        # Everything except per-module state such as hooks.
         vars(net).update({k: v for k, v in vars(mlp).items() if k not in vars(net)})
         net.training, net._modules = mlp.training, dict(mlp._modules)
         net._set_engine(engine)
@@ -84,9 +83,9 @@ class BlockGatedMLP(GatedMLP):
 
     @torch.no_grad()
     def lay_out_by_unit(self) -> Self:
-        """Let the weights that read a unit lie side by side in memory, for use on a CPU.
+        """Store the outgoing weights of each unit contiguously, for inference on a CPU.
 
-        Values and shapes stay; a product over some units then reads memory from end to end.
+        Values and shapes do not change; a product over some units then reads contiguous memory.
         """
         layers = self.layers()
         for reader in [layer.linear for layer in layers[1:]] + [self.output]:
@@ -97,10 +96,10 @@ class BlockGatedMLP(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         if not self._can_record(x):
             return self._eager(x, self.engine)
-        if self._replays is None:
-            self._replays = Replays(self, partial(self._eager, engine="triton"))
-        if self.engine == "graph" or self._replay_is_faster(x, self._replays):
-            return self._replays(x)
+        if self._graphs is None:
+            self._graphs = GraphCache(self, partial(self._eager, engine="triton"))
+        if self.engine == "graph" or self._replay_is_faster(x, self._graphs):
+            return self._graphs(x)
         return self._eager(x, self.engine)
 
     def _can_record(self, x: Tensor) -> bool:
@@ -110,16 +109,16 @@ class BlockGatedMLP(GatedMLP):
             return False
         if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
             return False
-        return "triton" in candidates(x, learns=False) and self._has_room(x)
+        return "triton" in candidates(x, needs_grad=False) and self._has_room(x)
 
     def _has_room(self, x: Tensor) -> bool:
-        """Tell whether the kernels can do without waiting for the device, as a graph must."""
-        from dg_lightning.runtime.packing import has_room
+        """Return True if the kernels need no device synchronization, as a graph requires."""
+        from dg_lightning.runtime.packing import worst_case_fits
 
         layers = self.layers()
         readers = [layer.linear for layer in layers[1:]] + [self.output]
         return all(
-            has_room(
+            worst_case_fits(
                 len(x),
                 layer.gate.blocks,
                 (layer.gate.block_size + reader.out_features) * x.element_size(),
@@ -129,23 +128,22 @@ class BlockGatedMLP(GatedMLP):
             if isinstance(layer.gate, Gate) and layer.gate.input_dependent
         )
 
-    def _replay_is_faster(self, x: Tensor, replays: Replays) -> bool:
-        """Measure, once a shape has come so often that recording it pays."""
-        known = self._replayed.get(x.shape, 0)
-        if isinstance(known, bool):
-            return known
-        self._replayed[x.shape] = known + 1
-        if known + 1 < _OFTEN:
+    def _replay_is_faster(self, x: Tensor, graphs: GraphCache) -> bool:
+        """Return True if replaying is faster; measured once a shape has been used often enough."""
+        choice = self._replays.get(x.shape, 0)
+        if isinstance(choice, bool):
+            return choice
+        self._replays[x.shape] = choice + 1
+        if choice + 1 < _RECORD_AFTER:
             return False
         eager = shortest_seconds(partial(self._eager, x, self.engine), x.device)
-        faster = self._replayed[x.shape] = shortest_seconds(partial(replays, x), x.device) < eager
+        faster = self._replays[x.shape] = shortest_seconds(partial(graphs, x), x.device) < eager
         return faster
 
     def record(self, x: Tensor) -> "Recording":
-        """Record the forward pass on this very tensor, as a CUDA graph, without any copy.
+        """Record the forward pass on `x` as a CUDA graph, without copying the input.
 
-        Write a batch into `x`, call what is returned, and read the result before the next call
-        writes over it.
+        Write a batch into `x` and call the recording; the next call overwrites its result.
         """
         return Recording(partial(self._eager, engine="triton"), x, self)
 
@@ -155,22 +153,22 @@ class BlockGatedMLP(GatedMLP):
             h = self.input_gate(h).to(h.dtype) * h
         h = self.input_norm(h)
         layers = self.layers()
-        product: Tensor | None = None  # of the layer at hand, where the one before has computed it
+        product: Tensor | None = None  # pre-activation, if the previous layer computed it
         for index, layer in enumerate(layers):
             after = layers[index + 1] if index + 1 < len(layers) else None
             if product is None and self._skips(layer, after, engine):
                 gate = layer.gate
                 assert isinstance(gate, Gate)
                 reader = self.output if after is None else after.linear
-                kept = self._kept.setdefault(index, {})
+                views = self._views.setdefault(index, {})
                 parts = layer.linear, layer.activation, reader
-                net = FeedForward.of(*parts, gate.block_size, kept)
+                net = FeedForward.of(*parts, gate.block_size, views)
                 product = self._run(h, gate, net, engine)
             elif product is None:
                 h = layer(h)
             else:
                 raw = layer.activation(layer.norm(product))
-                if layer.gate is not None:  # not input-dependent: `_skips` has seen to that
+                if layer.gate is not None:  # not input-dependent, see `_skips`
                     raw = layer.gate(raw).to(raw.dtype) * raw
                 h, product = layer.dropout(raw), None
         logits: Tensor = self.output(h) if product is None else product
@@ -183,33 +181,34 @@ class BlockGatedMLP(GatedMLP):
             and not torch.compiler.is_compiling()
             and isinstance(gate, Gate)
             and gate.input_dependent
-            and (gate.policy in _HARD or not gate.training)
+            and (gate.policy in _HARD_POLICIES or not gate.training)
             and isinstance(layer.norm, nn.Identity)
             and (layer.dropout.p == 0 or not layer.dropout.training)
             and (after is None or after.gate is None or not after.gate.input_dependent)
-            # Somebody who hangs on to a module wants it to be called.
+            # Modules with hooks must be called.
             and not any(_has_hooks(m) for m in (layer, *layer.children(), after or self.output))
             and (after is None or not _has_hooks(after.linear))
         )
 
     def _run(self, x: Tensor, gate: Gate, net: FeedForward, engine: Engine) -> Tensor:
         tensors = (x, *net.tensors, *gate.parameters())
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if engine != "auto":
-            name = {"graph": "triton", "rows": "blocks" if learns else "rows"}.get(engine, engine)
+            rows = "blocks" if needs_grad else "rows"
+            name = {"graph": "triton", "rows": rows}.get(engine, engine)
             return run_gated(name, x, gate, net)
-        few = len(x) <= FEW
-        key = (len(x).bit_length(), few, x.dtype, x.device, learns, net.first[0].shape)
-        name, uses = self._fastest.get(key, ("", _RENEWED))
-        if uses >= _RENEWED:
-            name, uses = fastest_engine(x, gate, net, learns), 0
+        few = len(x) <= MAX_ROWS_BATCH
+        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
+        name, uses = self._fastest.get(key, ("", _REMEASURE_AFTER))
+        if uses >= _REMEASURE_AFTER:
+            name, uses = fastest_engine(x, gate, net, needs_grad), 0
         self._fastest[key] = (name, uses + 1)
         return run_gated(name, x, gate, net)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was measured and recorded belongs to this net on this device.
-        own: dict[str, Any] = {"_fastest": {}, "_kept": {}, "_replays": None, "_replayed": {}}
-        return {**self.__dict__, **own}
+        # Measurements and recordings are specific to this instance and device.
+        caches: dict[str, Any] = {"_fastest": {}, "_views": {}, "_graphs": None, "_replays": {}}
+        return {**self.__dict__, **caches}
 
     @override
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Which compact net is the fastest, and which units are hardly ever open."""
+"""Choice of the fastest compact net, and freezing of dynamic gates."""
 
 import copy
 import math
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from dg_lightning.gates import StaticGate
 from dg_lightning.gates.policies import top_k_mask
-from dg_lightning.layers import GatedMLP
+from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.timing import median_seconds
 
 __all__ = [
-    "MOST_LOST",
-    "OFTEN_ENOUGH",
+    "FREEZE_USAGE",
+    "MAX_ACCURACY_LOSS",
     "accuracies",
     "fastest_compact",
     "freeze_gates",
@@ -26,27 +26,27 @@ __all__ = [
     "without_gates",
 ]
 
-OFTEN_ENOUGH = 0.05  # share of samples that open a block which stays open when gates are frozen
-MOST_LOST = 0.01  # accuracy that may be lost where gates are frozen because that is faster
-_NOISE = 1.03  # two measurements of one net may differ by so much
-_WHOLE = 2**31  # rounds every width up to all of it
+FREEZE_USAGE = 0.05  # blocks open for at least this share of samples stay open when frozen
+MAX_ACCURACY_LOSS = 0.01  # largest drop in accuracy for which gates are frozen automatically
+_NOISE = 1.03  # timings within this factor count as equal
+_REMOVE_NOTHING = 2**31  # as `multiple`: rounds every width up to its full size
 _VARIANTS: dict[str, dict[str, Any]] = {
     "as small as can be": {},
     "widths rounded to 16": {"multiple": 16},
     "all inputs read": {"selects_inputs": False},
     "all inputs read, widths rounded to 16": {"selects_inputs": False, "multiple": 16},
-    "no unit removed: faster here": {"selects_inputs": False, "multiple": _WHOLE},
+    "no unit removed: faster here": {"selects_inputs": False, "multiple": _REMOVE_NOTHING},
 }
 
 
 def fastest_compact(
     net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
 ) -> Compact:
-    """Return the compact net that is fastest here, by measuring, over some batch sizes alike.
+    """Return the compact net with the lowest measured time, as a geometric mean over batch sizes.
 
     Args:
         net: The net.
-        batch_sizes: What it will be used with.
+        batch_sizes: The batch sizes to measure.
         **options: Further arguments of `compact`.
     """
     made: dict[str, Compact] = {}
@@ -57,17 +57,17 @@ def fastest_compact(
     if len(made) == 1:
         return next(iter(made.values()))
     scores = dict.fromkeys(made, 0.0)
-    ways = {name: candidate.net for name, candidate in made.items()}
+    nets = {name: candidate.net for name, candidate in made.items()}
     for size in batch_sizes:
-        for name, seconds in _seconds(ways, size, net).items():
+        for name, seconds in _measure(nets, size, net).items():
             scores[name] += math.log(seconds)
     best = min(scores, key=lambda name: scores[name])
-    made[best].notes.append(f"Fastest of {len(made)} ways to write it down: {best}.")
+    made[best].notes.append(f"Fastest of {len(made)} variants: {best}.")
     return made[best]
 
 
 def without_gates(net: GatedMLP) -> GatedMLP:
-    """Return a copy of a net with all its gates taken out: the dense one to compare with."""
+    """Return a copy of the net without gates, as the dense baseline."""
     dense = copy.deepcopy(net)
     dense.input_gate = None
     for layer in dense.layers():
@@ -79,48 +79,48 @@ def frozen_where_faster(
     net: GatedMLP,
     data: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     batch_sizes: Sequence[int] = (1, 32, 1024),
-    max_loss: float = MOST_LOST,
+    max_loss: float = MAX_ACCURACY_LOSS,
 ) -> tuple[GatedMLP, Compact]:
-    """Make a net compact; where looking at the input costs more than it saves, with frozen gates.
+    """Make a net compact, and freeze its dynamic gates if they cost more time than they save.
 
-    Which it is, and why, is in the notes.
+    The notes explain the decision.
 
     Args:
         net: The net.
-        data: Gives batches of inputs and labels, to see which units are open and what freezing
-            costs; called twice.
-        batch_sizes: What it will be used with.
-        max_loss: By how much the accuracy on them may fall.
+        data: Returns batches of inputs and labels, to measure usage and the accuracy lost by
+            freezing; called twice.
+        batch_sizes: The batch sizes to measure.
+        max_loss: Largest acceptable drop in accuracy on this data.
 
     Returns:
-        The net as it was made compact, gates frozen or not, and what was made of it.
+        The net, with frozen gates or not, and its compact form.
     """
     made = fastest_compact(net, batch_sizes)
     if not any(step["kind"] == "gated" for step in made.steps):
         return net, made
-    ways = {"dense": fastest_compact(without_gates(net), batch_sizes).net, "ours": made.net}
-    taken = [_seconds(ways, size, net) for size in batch_sizes]
-    gains = ", ".join(f"{seconds['dense'] / seconds['ours']:.2f}" for seconds in taken)
-    if all(seconds["ours"] <= _NOISE * seconds["dense"] for seconds in taken):
+    nets = {"dense": fastest_compact(without_gates(net), batch_sizes).net, "ours": made.net}
+    measured = [_measure(nets, size, net) for size in batch_sizes]
+    gains = ", ".join(f"{seconds['dense'] / seconds['ours']:.2f}" for seconds in measured)
+    if all(seconds["ours"] <= _NOISE * seconds["dense"] for seconds in measured):
         return net, made
     sizes = ", ".join(map(str, batch_sizes))
-    why = f"Gates that look at the input make it {gains} times as fast as dense at batch {sizes}."
+    reason = f"Input-dependent gates make it {gains} times as fast as dense at batch size {sizes}."
     frozen = freeze_gates(net, usage_of(net, (x for x, _ in data())))
     small = fastest_compact(frozen, batch_sizes)
     before, after = accuracies([copy.deepcopy(each).eval() for each in (net, frozen)], data())
-    seen = f"{before:.2%} of the validation samples are right with them, {after:.2%} without"
+    effect = f"validation accuracy is {before:.2%} with them and {after:.2%} without"
     if before - after > max_loss:
-        made.notes.append(f"{why} They stay: {seen}.")
+        made.notes.append(f"{reason} They stay: {effect}.")
         return net, made
-    small.notes.append(f"{why} They are frozen: {seen}.")
+    small.notes.append(f"{reason} They are frozen: {effect}.")
     return frozen, small
 
 
-def _seconds(ways: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, float]:
+def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, float]:
     like = net.output.weight
     x = torch.randn(size, net.in_features, device=like.device, dtype=like.dtype)
     with torch.inference_mode():
-        runs = {name: partial(way, x) for name, way in ways.items()}
+        runs = {name: partial(candidate, x) for name, candidate in nets.items()}
         return median_seconds(runs, like.device, rounds=7)
 
 
@@ -128,32 +128,32 @@ def _seconds(ways: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 def accuracies(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
 ) -> list[float]:
-    """Return the share of right answers of several nets."""
-    right, total = [0] * len(runs), 0
+    """Return the accuracy of each net."""
+    correct, total = [0] * len(runs), 0
     for x, target in data:
         total += len(target)
         for index, run in enumerate(runs):
-            right[index] += int((run(x).argmax(-1) == target).sum())
-    return [count / total for count in right]
+            correct[index] += int((run(x).argmax(-1) == target).sum())
+    return [count / total for count in correct]
 
 
 @torch.no_grad()
 def freeze_gates(
-    net: GatedMLP, usage: Mapping[str, Tensor], least: float = OFTEN_ENOUGH
+    net: GatedMLP, usage: Mapping[str, Tensor], least: float = FREEZE_USAGE
 ) -> GatedMLP:
-    """Return a copy of a net whose gates look at the input no longer: static ones.
+    """Return a copy of the net with its dynamic gates frozen to static ones.
 
-    Another function than the net, and often hardly another: gates that depend on the input are free
-    to say the same of every input, and many have learned to.
+    This changes the function that the net computes, often only slightly: many dynamic gates learn
+    to decide alike for every input.
 
     Args:
         net: The net.
-        usage: How often each block is open, by the name of its hidden layer, see `usage_of`.
-        least: Blocks that are open at least that often are open from now on, the others closed. As
-            many as a gate always has open (its floor, or k) stay in any case: the most used ones.
+        usage: Fraction of samples that open each block, by hidden layer, see `usage_of`.
+        least: Blocks used at least this often stay open, the others are closed. The most used ones
+            always stay open, as many as the gate's floor or k requires.
 
     Raises:
-        TypeError: If the gate on the inputs depends on them.
+        TypeError: If the input gate is dynamic.
     """
     if net.input_gate is not None and net.input_gate.input_dependent:
         raise TypeError("input_gate: only gates of hidden layers can be frozen.")
@@ -169,26 +169,26 @@ def freeze_gates(
                 f"`usage` must have {gate.blocks} shares for {name}, one a block, got "
                 f"{'none' if shares is None else len(shares)}: see `usage_of`."
             )
-        fewest = max(gate._floor, gate.k or 0, 1)
-        stays = top_k_mask(shares, fewest, into=shares >= least)
+        min_open = max(gate._floor, gate.k or 0, 1)
+        is_kept = (shares >= least) | top_k_mask(shares, min_open)
         device = layer.linear.weight.device
         static = StaticGate(gate.units, block_size=gate.block_size, device=device)
         static.feeds = gate.feeds
-        static.logit.copy_(torch.where(stays, 1.0, -1.0))
+        static.logit.copy_(torch.where(is_kept, 1.0, -1.0))
         layer.gate = static.requires_grad_(False).train(gate.training)
     return frozen
 
 
 @torch.no_grad()
 def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Measure how often each block of the gates that depend on the input is open.
+    """Measure how often each block of a dynamic gate is open.
 
     Args:
         net: The net.
         batches: Inputs.
 
     Returns:
-        By the name of the hidden layer, a fraction for each block.
+        The fraction of samples that open each block, by hidden layer name.
     """
     net, samples = copy.deepcopy(net).eval(), 0
     layers = {f"hidden.{i}": layer for i, layer in enumerate(net.layers())}

@@ -1,4 +1,4 @@
-"""Layers on the way to being compact: weights that change, units that go, steps of a recipe."""
+"""Layers during compaction: prunable weights, removed units, and the recipe of the result."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,18 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.gates import DynamicGate, Gate
-from dg_lightning.gates.decision import decided
-from dg_lightning.gates.policies import logit_for
-from dg_lightning.layers import GatedLinear, GatedMLP
+from dg_lightning.gates.policies import hard_gate, logit_for, open_probability
+from dg_lightning.layers.mlp import GatedLinear, GatedMLP
 from dg_lightning.runtime.plain import GatedStep, build
 
-__all__ = ["Inputs", "Layer", "Map", "Steps", "static_mask"]
+__all__ = ["Inputs", "Layer", "PrunableLinear", "Recipe", "static_mask"]
 
-_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
+_ACTIVATION_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
 
 
-class Map:
-    """A linear map whose rows and columns can be taken out."""
+class PrunableLinear:
+    """Weight and bias of a linear map, in float32 or wider, whose units can be removed."""
 
     def __init__(self, linear: nn.Linear) -> None:
         weight = linear.weight.detach().cpu()
@@ -35,13 +34,13 @@ class Map:
 
 
 class Layer:
-    """A layer on the way to being compact: weights that change, and units that have gone.
+    """A layer during compaction: its weights, and the units to remove.
 
     Args:
-        name: Its name.
+        name: Name of the layer.
         layer: The layer.
-        usage: How often each of its blocks is open.
-        min_usage: Below this, a block goes.
+        usage: Fraction of samples that open each of its blocks.
+        min_usage: Blocks used less often are removed.
     """
 
     def __init__(
@@ -53,10 +52,10 @@ class Layer:
     ) -> None:
         self.name = name
         linear = layer if isinstance(layer, nn.Linear) else layer.linear
-        self.own = Map(linear)
-        self.gone = torch.zeros(len(self.own.weight), dtype=torch.bool)
-        self.rare = self.gone.clone()  # hardly ever open
-        self.decision: list[Map] = []
+        self.linear = PrunableLinear(linear)
+        self.removed = torch.zeros(len(self.linear.weight), dtype=torch.bool)
+        self.rare = self.removed.clone()  # below `min_usage`
+        self.gate_maps: list[PrunableLinear] = []
         self.activation: nn.Module = nn.Identity()
         self.norm: nn.LayerNorm | None = None
         self.gate: Gate | None = None
@@ -64,9 +63,9 @@ class Layer:
             return
         self.activation = layer.activation
         if isinstance(layer.norm, nn.BatchNorm1d):
-            scale, shift = _affine(layer.norm)
-            self.own.weight *= scale[:, None]
-            self.own.bias = self.own.bias * scale + shift
+            scale, shift = _batch_norm_affine(layer.norm)
+            self.linear.weight *= scale[:, None]
+            self.linear.bias = self.linear.bias * scale + shift
         elif isinstance(layer.norm, nn.LayerNorm):
             self.norm = layer.norm
         gate: Any = layer.gate
@@ -83,70 +82,70 @@ class Layer:
                 f"a {type(gate).__name__}."
             )
         if isinstance(gate, DynamicGate):
-            self.decision = [Map(m) for m in gate.network if isinstance(m, nn.Linear)]
+            self.gate_maps = [PrunableLinear(m) for m in gate.network if isinstance(m, nn.Linear)]
             if usage is not None:
                 self.rare = (usage.cpu() < min_usage).repeat_interleave(gate.block_size)
-                self.gone |= self.rare
+                self.removed |= self.rare
         else:
-            self.gone |= ~static_mask(gate)
+            self.removed |= ~static_mask(gate)
 
     @property
-    def readers(self) -> list[Map]:
-        """The maps that read the layer's inputs."""
-        return [self.own, *self.decision[:1]]
+    def readers(self) -> list[PrunableLinear]:
+        """The maps that read the layer's input."""
+        return [self.linear, *self.gate_maps[:1]]
 
-    def kept(self, multiple: int) -> Tensor:
-        """Return which units stay."""
+    def kept_units(self, multiple: int) -> Tensor:
+        """Return the indices of the units to keep."""
         if self.norm is not None:
-            return torch.arange(len(self.gone))
-        if not self.decision:
-            return _at_least(~self.gone, multiple)
+            return torch.arange(len(self.removed))
+        if not self.gate_maps:
+            return _round_up_indices(~self.removed, multiple)
         assert self.gate is not None
-        # Where gates compete for a number of open ones, a unit that nobody reads competes too.
+        # With top-k or a floor, an unread unit still affects which others open.
         competes = self.gate.k is not None or self.gate._floor > 0
-        gone = self.rare if competes else self.gone
-        blocks = _at_least(~gone.unflatten(0, (-1, self.gate.block_size)).all(1), 1)
+        removed = self.rare if competes else self.removed
+        blocks = _round_up_indices(~removed.unflatten(0, (-1, self.gate.block_size)).all(1), 1)
         units = blocks[:, None] * self.gate.block_size + torch.arange(self.gate.block_size)
         return units.flatten()
 
-    def emit(self, steps: "Steps", after: "Layer", multiple: int) -> None:
-        """Write the layer down without what has gone, and let the next one read the rest."""
-        kept = self.kept(multiple)
-        if len(kept) < len(self.gone):
-            steps.units[self.name] = (len(self.gone), len(kept))
-        elif self.norm is not None and self.gone.any():
-            steps.notes.append(
-                f"{self.name}: all {len(self.gone)} units stay, {int(self.gone.sum())} of them "
-                "closed: a layer norm reads all."
+    def emit(self, recipe: "Recipe", after: "Layer", multiple: int) -> None:
+        """Append the pruned layer to the recipe, and prune the inputs of the next one."""
+        kept = self.kept_units(multiple)
+        if len(kept) < len(self.removed):
+            recipe.units[self.name] = (len(self.removed), len(kept))
+        elif self.norm is not None and self.removed.any():
+            recipe.notes.append(
+                f"{self.name}: all {len(self.removed)} units stay, {int(self.removed.sum())} of "
+                "them closed: a layer norm reads all."
             )
         for reader in after.readers:
             reader.weight = reader.weight[:, kept]
-        self.own.weight, self.own.bias = self.own.weight[kept], self.own.bias[kept]
-        activation = _NAMES[type(self.activation)]
-        if self.decision:
-            self._emit_gated(steps, kept, activation)
+        self.linear.weight, self.linear.bias = self.linear.weight[kept], self.linear.bias[kept]
+        activation = _ACTIVATION_NAMES[type(self.activation)]
+        if self.gate_maps:
+            self._emit_gated(recipe, kept, activation)
             return
-        steps.add("linear", self.own.state(), **self.own.sizes())
+        recipe.add("linear", self.linear.state(), **self.linear.sizes())
         if self.norm is not None:
-            steps.add_norm(self.norm)
-        steps.add(activation, {})
+            recipe.add_norm(self.norm)
+        recipe.add(activation, {})
 
-    def _emit_gated(self, steps: "Steps", kept: Tensor, activation: str) -> None:
+    def _emit_gated(self, recipe: "Recipe", kept: Tensor, activation: str) -> None:
         gate = self.gate
         assert isinstance(gate, DynamicGate)
         blocks = kept[:: gate.block_size] // gate.block_size
-        *before, last = self.decision
+        *before, last = self.gate_maps
         last.weight, last.bias = last.weight[blocks], last.bias[blocks]
-        state = {f"linear.{key}": value for key, value in self.own.state().items()}
+        state = {f"linear.{key}": value for key, value in self.linear.state().items()}
         if self.norm is not None:
             state |= {f"norm.{key}": value for key, value in self.norm.state_dict().items()}
-        for index, part in enumerate(self.decision):
+        for index, part in enumerate(self.gate_maps):
             state |= {f"gate.{index}.{key}": value for key, value in part.state().items()}
-        steps.add(
+        recipe.add(
             "gated",
             state,
-            inputs=self.own.weight.shape[1],
-            outputs=len(self.own.weight),
+            inputs=self.linear.weight.shape[1],
+            outputs=len(self.linear.weight),
             block=gate.block_size,
             gate=[len(part.weight) for part in before],
             relu=any(isinstance(m, nn.ReLU) for m in gate.network),
@@ -161,11 +160,11 @@ class Layer:
 
 
 class Inputs:
-    """The inputs of a net, their gate and their norm."""
+    """Inputs of a net, with their gate and norm."""
 
     def __init__(self, net: GatedMLP, first: Layer) -> None:
         self.first = first
-        self.width = first.own.weight.shape[1]
+        self.width = first.linear.weight.shape[1]
         self.is_open = torch.ones(self.width, dtype=torch.bool)
         self.norm: nn.LayerNorm | None = None
         gate = net.input_gate
@@ -183,31 +182,31 @@ class Inputs:
             weight = reader.weight
             reader.weight = weight * self.is_open
             if isinstance(net.input_norm, nn.BatchNorm1d):
-                # A closed input is 0 before the norm, and so nothing but the shift behind it.
-                scale, shift = _affine(net.input_norm)
+                # A closed input is 0 before the norm, so only the shift remains after it.
+                scale, shift = _batch_norm_affine(net.input_norm)
                 reader.bias = reader.bias + weight @ shift
                 reader.weight = reader.weight * scale
 
-    def emit(self, steps: "Steps", selects: bool, multiple: int) -> None:
-        """Write down what is done to the inputs before the first layer."""
+    def emit(self, recipe: "Recipe", selects: bool, multiple: int) -> None:
+        """Append the steps before the first layer to the recipe."""
         if self.norm is not None:
             if not self.is_open.all():
-                steps.add("mask", {"mask": self.is_open.float()}, size=self.width)
-                steps.notes.append("input_gate: no input is left out: a layer norm reads all.")
-            steps.add_norm(self.norm)
+                recipe.add("mask", {"mask": self.is_open.float()}, size=self.width)
+                recipe.notes.append("input_gate: no input is left out: a layer norm reads all.")
+            recipe.add_norm(self.norm)
             return
         read = torch.stack([(reader.weight != 0).any(0) for reader in self.first.readers]).any(0)
-        kept = _at_least(read, multiple)
+        kept = _round_up_indices(read, multiple)
         if not selects or len(kept) == self.width:
             return
-        steps.add("select", {"index": kept}, size=len(kept))
-        steps.units["inputs"] = (self.width, len(kept))
+        recipe.add("select", {"index": kept}, size=len(kept))
+        recipe.units["inputs"] = (self.width, len(kept))
         for reader in self.first.readers:
             reader.weight = reader.weight[:, kept]
 
 
-class Steps:
-    """The recipe as it grows, with the state of each step."""
+class Recipe:
+    """A recipe under construction, with the state of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = [{"kind": "flatten"}]
@@ -222,8 +221,8 @@ class Steps:
     def add_norm(self, norm: nn.LayerNorm) -> None:
         self.add("layer_norm", norm.state_dict(), normalized_shape=norm.normalized_shape[0])
 
-    def net(self, like: Tensor) -> nn.Sequential:
-        """Build the net, of the type and on the device of a tensor."""
+    def build_net(self, like: Tensor) -> nn.Sequential:
+        """Build the net with the dtype and device of a tensor."""
         net = build(self.steps)
         net.to(torch.promote_types(like.dtype, torch.float32))
         for module, state in zip(net, self.states, strict=True):
@@ -231,31 +230,30 @@ class Steps:
         for module in net.requires_grad_(False):
             parts = module.children() if isinstance(module, GatedStep) else [module]
             for part in parts:
-                # Gates decide in float32 or wider, whatever the net is in.
+                # Gates compute in float32 or wider, whatever the dtype of the net.
                 decides = isinstance(module, GatedStep) and part is module.gate
                 part.to(like.device, None if decides else like.dtype)
         return net
 
 
 def static_mask(gate: Gate) -> Tensor:
-    """Return which units a static gate has open when deployed."""
-    h = torch.zeros(1, device=gate.temperature.device)  # it does not look
-    _, g = decided(
-        gate.logits(h), gate.temperature, gate.threshold, gate.policy, gate.k, gate._floor
-    )
+    """Return the units that a static gate opens when deployed, as a bool mask."""
+    h = torch.zeros(1, device=gate.temperature.device)  # ignored by static gates
+    p = open_probability(gate.logits(h) / gate.temperature, gate.policy)
+    g = hard_gate(p.detach(), gate.threshold, gate.k, gate._floor)
     return (g != 0).cpu().repeat_interleave(gate.block_size)
 
 
-def _at_least(wanted: Tensor, multiple: int) -> Tensor:
-    """Return the indices that are wanted, and some others up to a multiple; at least one."""
+def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
+    """Return the wanted indices, at least one, padded with others to a multiple."""
     count = max(int(wanted.sum()), 1)
     count = min(-(-count // multiple) * multiple, len(wanted))
     order = (~wanted).int().argsort(stable=True)
     return order[:count].sort().values
 
 
-def _affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
-    """Return what a batch norm multiplies with and adds in evaluation."""
+def _batch_norm_affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of a batch norm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
         raise TypeError("A batch norm without running statistics cannot be made compact.")
     wide = torch.promote_types(norm.running_var.dtype, torch.float32)

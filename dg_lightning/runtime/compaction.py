@@ -1,8 +1,8 @@
-"""Compaction: a net without the units that are never needed, in plain layers of torch.
+"""Compaction: the net without units that are never needed, made of plain torch layers.
 
-A unit goes where its static gate is closed, where nobody reads it, or where it reads nothing (what
-it says then, always the same, is added to the bias of the next layer). Batch norms go into the
-weights beside them. The net itself is left as it is.
+A unit is removed if its static gate is closed, if no weight reads it, or if it has no inputs (its
+constant output is then added to the bias of the next layer). Batch norms are folded into adjacent
+weights. The original net is not changed.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.layers import GatedMLP
-from dg_lightning.runtime.compact_layers import Inputs, Layer, Steps
+from dg_lightning.layers.mlp import GatedMLP
+from dg_lightning.runtime.compact_layers import Inputs, Layer, Recipe
 
 __all__ = ["Compact", "compact"]
 
@@ -24,9 +24,9 @@ class Compact:
     """A compact net.
 
     Args:
-        net: The net, of plain layers.
-        steps: Its recipe: see `plain.build`.
-        units: Inputs and units of each layer, before and after.
+        net: The net, made of plain layers.
+        steps: Its recipe, see `plain.build`.
+        units: Number of inputs and of units of each layer, before and after.
         notes: What could not be removed, and why.
     """
 
@@ -45,16 +45,16 @@ def compact(
     selects_inputs: bool = True,
     multiple: int = 1,
 ) -> Compact:
-    """Make a compact net of a `GatedMLP`.
+    """Return a compact net with the same function as a `GatedMLP`.
 
     Args:
         net: The net.
-        usage: How often each block of a gate that depends on the input is open, by the name of its
-            hidden layer, on data of the user's choice.
-        min_usage: Blocks that are open less often than this are removed.
-        selects_inputs: Whether inputs that nothing reads are left out at the start; else their
-            weights are 0, which is faster where selecting takes longer than multiplying.
-        multiple: Widths are rounded up to a multiple of this, by units that nobody reads.
+        usage: Fraction of samples that open each block of a dynamic gate, by hidden layer name, see
+            `usage_of`.
+        min_usage: Blocks used less often are removed, which changes the function.
+        selects_inputs: Whether to drop unread inputs before the first layer; otherwise their
+            weights are 0, which is faster if selecting takes longer than multiplying.
+        multiple: Round widths up to a multiple of this by keeping some idle units.
 
     Raises:
         TypeError: If the net is not a `GatedMLP`.
@@ -66,8 +66,8 @@ def compact(
     """
     if not isinstance(net, GatedMLP):
         raise TypeError(
-            f"Only a GatedMLP can be made compact, got a {type(net).__name__}: of its layers it is "
-            "known who reads whom."
+            f"Only a GatedMLP can be made compact, got a {type(net).__name__}: of other nets it is "
+            "not known which layers read which units."
         )
     usage = usage or {}
     names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]
@@ -86,32 +86,32 @@ def compact(
     ]
     output = Layer("output", net.output)
     inputs = Inputs(net, [*stack, output][0])
-    _silence([*stack, output])
-    steps = Steps()
-    inputs.emit(steps, selects_inputs, multiple)
+    _remove_idle_units([*stack, output])
+    recipe = Recipe()
+    inputs.emit(recipe, selects_inputs, multiple)
     for layer, after in pairwise([*stack, output]):
-        layer.emit(steps, after, multiple)
-    steps.add("linear", output.own.state(), **output.own.sizes())
-    return Compact(steps.net(net.output.weight), steps.steps, steps.units, steps.notes)
+        layer.emit(recipe, after, multiple)
+    recipe.add("linear", output.linear.state(), **output.linear.sizes())
+    return Compact(recipe.build_net(net.output.weight), recipe.steps, recipe.units, recipe.notes)
 
 
-def _silence(stack: list[Layer]) -> None:
-    """Find, from both ends, the units that do nothing; what they say moves into the next bias."""
+def _remove_idle_units(stack: list[Layer]) -> None:
+    """Mark units that are never read or constant; fold constants into the next bias."""
     pairs = list(pairwise(stack))
     for layer, after in reversed(pairs):
         for reader in after.readers:
-            reader.weight[:, layer.gone] = 0
+            reader.weight[:, layer.removed] = 0
         read = torch.stack([(reader.weight != 0).any(0) for reader in after.readers]).any(0)
-        layer.gone |= ~read
+        layer.removed |= ~read
         if layer.norm is None:
-            layer.own.weight[layer.gone] = 0
+            layer.linear.weight[layer.removed] = 0
     for layer, after in pairs:
-        # A gate that depends on the input lets a constant through for some inputs only.
-        if layer.decision or layer.norm is not None:
+        # A dynamic gate passes a constant for some inputs only.
+        if layer.gate_maps or layer.norm is not None:
             continue
-        constant = ~(layer.own.weight != 0).any(1) & ~layer.gone
-        said = layer.activation(layer.own.bias) * constant
+        constant = ~(layer.linear.weight != 0).any(1) & ~layer.removed
+        outputs = layer.activation(layer.linear.bias) * constant
         for reader in after.readers:
-            reader.bias = reader.bias + reader.weight @ said
+            reader.bias = reader.bias + reader.weight @ outputs
             reader.weight[:, constant] = 0
-        layer.gone |= constant
+        layer.removed |= constant

@@ -1,4 +1,4 @@
-"""Which engine runs a gated feed-forward, by name or by measuring."""
+"""Selection of the engine of a gated feed-forward, by name or by measurement."""
 
 from contextlib import suppress
 from functools import partial
@@ -7,53 +7,53 @@ import torch
 from torch import Tensor
 
 from dg_lightning.gates import Gate
-from dg_lightning.runtime.engines import by_blocks, by_open_rows, dense
+from dg_lightning.runtime.engines import dense, run_blocks, run_open_rows
 from dg_lightning.runtime.feed_forward import FeedForward
 from dg_lightning.runtime.timing import shortest_seconds
 
-__all__ = ["FEW", "candidates", "fastest_engine", "run_gated"]
+__all__ = ["MAX_ROWS_BATCH", "candidates", "fastest_engine", "run_gated"]
 
-FEW = 4  # samples that the engine of open rows takes one by one
-_ENGINES = {"dense": dense, "blocks": by_blocks, "rows": by_open_rows}
+MAX_ROWS_BATCH = 4  # largest batch for the engine `rows`
+_ENGINES = {"dense": dense, "blocks": run_blocks, "rows": run_open_rows}
 
 
 def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
-    """Let the gate decide, and run what it opens by the engine of that name."""
+    """Let the gate decide, and compute the open blocks with the named engine."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         if engine == "triton":
-            return _by_kernels(x, gate, net)
+            return _run_triton(x, gate, net)
         return _ENGINES[engine](x, gate.decide(x), net)
-    g = gate.decide(x)  # reads what is there, as a gate does, before it is rounded
+    g = gate.decide(x)  # before the inputs are cast: gates compute in float32
     dtype = torch.get_autocast_dtype(kind)
     x, net = x.to(dtype), net.to(dtype)
     with torch.autocast(kind, enabled=False):
         if engine == "triton":
-            return _by_kernels(x, gate, net, g)
+            return _run_triton(x, gate, net, g)
         return _ENGINES[engine](x, g, net)
 
 
-def _by_kernels(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
+def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
     if not x.is_cuda:
         raise ValueError(f"The engines triton and graph run on CUDA, got {x.device}: use 'auto'.")
     try:
-        from dg_lightning.runtime.triton_engine import by_kernels, decided_by_kernel
+        from dg_lightning.runtime.triton_engine import decide_by_kernel, run_triton
     except ImportError as error:
         raise ModuleNotFoundError(
             "The engine 'triton' needs Triton 3.3 or later, as torch for CUDA has it from 2.7 on: "
             "use 'auto'."
         ) from error
-    packing = decided_by_kernel(gate, x) if g is None else None
+    packing = decide_by_kernel(gate, x) if g is None else None
     if packing is not None:
         g = gate.gate
     elif g is None:
         g = gate.decide(x)
     assert g is not None
-    return by_kernels(x, g, net, packing)
+    return run_triton(x, g, net, packing)
 
 
-def candidates(x: Tensor, learns: bool) -> list[str]:
-    """List the engines that can run a batch and may be the fastest."""
+def candidates(x: Tensor, needs_grad: bool) -> list[str]:
+    """List the engines that can run a batch and may be fastest."""
     names = ["dense", "blocks"]
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -62,26 +62,26 @@ def candidates(x: Tensor, learns: bool) -> list[str]:
             import dg_lightning.runtime.triton_engine  # noqa: F401
 
             names.append("triton")
-    if not x.is_cuda and len(x) <= FEW and not learns:
+    if not x.is_cuda and len(x) <= MAX_ROWS_BATCH and not needs_grad:
         names.append("rows")
     return names
 
 
-def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> str:
-    """Measure the engines on a batch, with the backward pass if it `learns`."""
+def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> str:
+    """Return the engine that is fastest on a batch, including the backward pass if needed."""
     x = x.detach()
-    # Gates that draw must draw the same afterwards as if nobody had measured.
+    # Measuring must not change what stochastic gates sample afterwards.
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        taken = {
-            name: shortest_seconds(partial(_once, name, x, gate, net, learns), x.device)
-            for name in candidates(x, learns)
+        seconds = {
+            name: shortest_seconds(partial(_run_once, name, x, gate, net, needs_grad), x.device)
+            for name in candidates(x, needs_grad)
         }
-    return min(taken, key=lambda name: taken[name])
+    return min(seconds, key=lambda name: seconds[name])
 
 
-def _once(name: str, x: Tensor, gate: Gate, net: FeedForward, learns: bool) -> None:
-    with torch.set_grad_enabled(learns):
-        if not learns:
+def _run_once(name: str, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> None:
+    with torch.set_grad_enabled(needs_grad):
+        if not needs_grad:
             run_gated(name, x, gate, net)
             return
         inputs = x.clone().requires_grad_()

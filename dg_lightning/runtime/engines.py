@@ -1,10 +1,10 @@
-"""Engines: ways to compute a gated feed-forward of which each sample needs some blocks only.
+"""Engines: implementations of a gated feed-forward of which each sample needs only some blocks.
 
     y = W₂ (g ∘ act(W₁ x + b₁)) + b₂
 
-All give the same values and the same gradients, with one exception that is the point of it: a block
-that a sample closes is not computed, so its gate learns nothing from that sample's loss (as in a
-mixture of experts), while `masked` computes it and lets its gate learn.
+All return the same outputs and gradients, with one exception: a block that a sample closes is not
+computed, so its gate gets no gradient from that sample (as in a mixture of experts). Only `masked`
+computes it and passes a gradient to closed gates.
 """
 
 import threading
@@ -19,56 +19,56 @@ from torch.nn import functional as F
 from dg_lightning.runtime.feed_forward import FeedForward
 
 __all__ = [
-    "by_blocks",
-    "by_open_rows",
     "dense",
-    "forget_rooms",
     "masked",
     "refuse_second_derivative",
+    "release_buffers",
+    "run_blocks",
+    "run_open_rows",
 ]
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block, and multiply by the gate: the reference."""
+    """Compute every block and multiply by the gate: the reference."""
     hidden = net.activation(F.linear(x, *net.first))
     units = gate.to(hidden.dtype).repeat_interleave(net.block_size, -1)
     return F.linear(hidden * units, *net.second)
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block, and let closed gates learn nothing: as the engines that skip them."""
+    """Compute every block, without gradients for closed gates, as in engines that skip them."""
     if gate.requires_grad:
         gate = torch.where(gate != 0, gate, gate.detach())
     return masked(x, gate, net)
 
 
-def by_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Multiply each block with the samples that open it, one block after the other."""
+def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """Multiply each block with the samples that open it, block by block."""
     if not torch.is_grad_enabled():
-        return _without_gradients(x, gate, net)
+        return _run_blocks_without_grad(x, gate, net)
     arguments = x, gate, *net.first, *net.second, net.block_size, net.activation
-    out: Tensor = _ByBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
+    out: Tensor = _RunBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
-def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     second, _ = net.second
-    every = net.blocks()
-    # `addmm` writes the bias to memory before the product; added later, it would be rounded twice
+    all_blocks = net.blocks()
+    # `addmm` writes the bias to memory before the product. Adding it afterwards would round twice
     # in half precision, and cost a launch on a GPU.
     adds_later = not x.is_cuda and x.dtype.itemsize > 2
     is_open = gate != 0
     sample = is_open.t().nonzero()[:, 1]
     counts = is_open.sum(0).tolist()
-    total = _of_nobody(x, net)
-    most = len(sample) if x.is_cuda else _IN_CACHE // max(x.shape[1], len(second))
+    total = _initial_outputs(x, net)
+    most = len(sample) if x.is_cuda else _CACHE_ENTRIES // max(x.shape[1], len(second))
     groups = _groups(counts, most)
     samples = sample.split([sum(counts[start:stop]) for start, stop in groups])
     for (start, stop), own in zip(groups, samples, strict=True):
-        blocks, sizes = [every[i] for i in range(start, stop)], counts[start:stop]
-        inputs = torch.index_select(x, 0, own, out=_room("inputs", x, len(own), x.shape[1]))
-        hidden = _room("hidden", x, len(own), net.block_size)
-        packed = _room("packed", x, len(own), len(second))
+        blocks, sizes = [all_blocks[i] for i in range(start, stop)], counts[start:stop]
+        inputs = torch.index_select(x, 0, own, out=_buffer("inputs", x, len(own), x.shape[1]))
+        hidden = _buffer("hidden", x, len(own), net.block_size)
+        packed = _buffer("packed", x, len(own), len(second))
         parts = zip(inputs.split(sizes), blocks, hidden.split(sizes), strict=True)
         for part, block, out in parts:
             if block.bias is None:
@@ -85,20 +85,20 @@ def _without_gradients(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     return total
 
 
-def _of_nobody(x: Tensor, net: FeedForward) -> Tensor:
-    """Return what samples have that open no block at all."""
+def _initial_outputs(x: Tensor, net: FeedForward) -> Tensor:
+    """Return the outputs of samples that open no block: the bias."""
     shape, bias = (len(x), len(net.second[0])), net.second[1]
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
-_BAGS = 8  # sums of units that are made side by side
-_IN_CACHE = 2**21  # entries of a tensor for the moment, while it is used
+_BAG_COUNT = 8  # partial sums computed in parallel
+_CACHE_ENTRIES = 2**21  # entries of a temporary tensor that stays in cache
 
 
 def _groups(counts: list[int], most: int) -> list[tuple[int, int]]:
-    """Part blocks into runs with at most so many samples, or one block with more.
+    """Split blocks into consecutive groups of at most `most` samples, or one larger block.
 
-    Each is given as its first block and one past its last.
+    Each group is a (start, stop) pair of block indices.
 
     >>> _groups([2, 3, 4, 9, 0, 1], 6)
     [(0, 2), (2, 3), (3, 4), (4, 6)]
@@ -112,33 +112,33 @@ def _groups(counts: list[int], most: int) -> list[tuple[int, int]]:
     return list(pairwise([*starts, len(counts)]))
 
 
-_MOST_ROOM = 2**26  # bytes of a tensor that is kept
-_rooms = threading.local()
+_MAX_BUFFER_BYTES = 2**26  # larger buffers are not kept
+_buffers = threading.local()
 
 
-def forget_rooms() -> None:
-    """Give the memory back that this thread keeps for `by_blocks`."""
-    vars(_rooms).clear()
+def release_buffers() -> None:
+    """Release the buffers that this thread keeps for `run_blocks`."""
+    vars(_buffers).clear()
 
 
-def _room(name: str, like: Tensor, rows: int, width: int) -> Tensor:
-    """Return a tensor for the moment, whose memory is kept for the next time on a CPU.
+def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
+    """Return a temporary tensor; on a CPU its memory is reused by later calls.
 
-    There, memory that is given back and taken again is filled with zeros by the system first, which
-    takes as long as a good part of the products.
+    Otherwise the system would zero newly allocated pages, which takes a good part of the time of
+    the products.
     """
     size = rows * width
-    if like.device.type != "cpu" or size * like.element_size() > _MOST_ROOM:
+    if like.device.type != "cpu" or size * like.element_size() > _MAX_BUFFER_BYTES:
         return like.new_empty(rows, width)
-    kept: dict[Any, Tensor] = vars(_rooms).setdefault("kept", {})
+    kept: dict[Any, Tensor] = vars(_buffers).setdefault("kept", {})
     key = (name, like.dtype, torch.is_inference_mode_enabled())
     if key not in kept or len(kept[key]) < size:
         kept[key] = like.new_empty(size)
     return kept[key][:size].view(rows, width)
 
 
-class _ByBlocks(torch.autograd.Function):
-    """By hand: autograd would fill a gradient of the full size for every block."""
+class _RunBlocks(torch.autograd.Function):
+    """Written by hand: autograd would fill a full-size gradient for every block."""
 
     @staticmethod
     def forward(
@@ -161,7 +161,7 @@ class _ByBlocks(torch.autograd.Function):
         firsts, seconds = first.split(block), second.split(block, 1)
         biases = [None] * len(parts) if first_bias is None else first_bias.split(block)
         for rows, weight, bias, reader in zip(parts, firsts, biases, seconds, strict=True):
-            raw = F.linear(_taken(x, rows), weight, bias)
+            raw = F.linear(_take_rows(x, rows), weight, bias)
             hidden = activation(raw)
             out.index_add_(0, rows, F.linear(hidden, reader))
             saved += [rows, raw, hidden]
@@ -170,55 +170,55 @@ class _ByBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
         x, gate, first, second, *saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         kept = (x, gate, first, x.new_empty(len(first)), second)
-        of_x, of_gate, of_first, of_first_bias, of_second = (
+        grad_x, grad_gate, grad_w1, grad_b1, grad_w2 = (
             torch.zeros_like(t) if want else None for t, want in zip(kept, wanted, strict=False)
         )
         for index in range(len(saved) // 3):
             rows, raw, hidden = saved[3 * index : 3 * index + 3]
             units = slice(index * ctx.block, (index + 1) * ctx.block)
-            of_out = _taken(gradient, rows)
-            of_hidden = of_out @ second[:, units]
-            if of_second is not None:
-                of_second[:, units] = of_out.t() @ hidden
-            if of_gate is not None:
-                # A hard gate is a factor of 1; the loss would change by its block's own part.
-                of_gate[rows, index] = (of_hidden * hidden).sum(-1).to(gate.dtype)
+            grad_out = _take_rows(grad_output, rows)
+            grad_hidden = grad_out @ second[:, units]
+            if grad_w2 is not None:
+                grad_w2[:, units] = grad_out.t() @ hidden
+            if grad_gate is not None:
+                # An open gate is 1, so its gradient is the sum of hidden * grad_hidden.
+                grad_gate[rows, index] = (grad_hidden * hidden).sum(-1).to(gate.dtype)
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
-                (of_raw,) = torch.autograd.grad(ctx.activation(raw), raw, of_hidden)
-            if of_first is not None:
-                of_first[units] = of_raw.t() @ _taken(x, rows)
-            if of_first_bias is not None:
-                of_first_bias[units] = of_raw.sum(0)
-            if of_x is not None:
-                of_x.index_add_(0, rows, of_raw @ first[units])
-        of_second_bias = gradient.sum(0) if wanted[5] else None
-        return of_x, of_gate, of_first, of_first_bias, of_second, of_second_bias, None, None
+                (grad_raw,) = torch.autograd.grad(ctx.activation(raw), raw, grad_hidden)
+            if grad_w1 is not None:
+                grad_w1[units] = grad_raw.t() @ _take_rows(x, rows)
+            if grad_b1 is not None:
+                grad_b1[units] = grad_raw.sum(0)
+            if grad_x is not None:
+                grad_x.index_add_(0, rows, grad_raw @ first[units])
+        grad_b2 = grad_output.sum(0) if wanted[5] else None
+        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward pass that somebody wants to differentiate in turn."""
-    if torch.is_grad_enabled():  # it is, in a backward pass, with `create_graph` only
+    """Raise in a backward pass with `create_graph=True`."""
+    if torch.is_grad_enabled():  # in a backward pass, only with `create_graph`
         raise RuntimeError(
             "A net that skips blocks has no second derivatives: use engine='masked' for those."
         )
 
 
-def _taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Select rows; with all of them there is nothing to select."""
+def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows, without a copy if all are selected."""
     return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
 @torch.no_grad()
-def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Read only the weights of open units, sample by sample: for few samples with few open blocks.
+def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """Read only the weights of open units, sample by sample, without gradients.
 
-    Without gradients.
+    Fast for few samples with few open blocks.
     """
     blocks, samples = net.blocks(), x.unbind()
     opened = (gate != 0).nonzero()
@@ -231,29 +231,29 @@ def by_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
         else:
             torch.addmv(bias, weight, samples[sample], out=out)
     hidden = net.activation(hidden)
-    total = _of_nobody(x, net)
+    total = _initial_outputs(x, net)
     outputs = total.unbind()
     if net.second[0].stride(0) == 1:  # laid out by unit
         counts = torch.bincount(opened[:, 0], minlength=len(x)).tolist()
         parts = zip(outputs, hidden.split(counts), opened[:, 1].split(counts), strict=True)
         for out, units, own in parts:
-            out += _sum_of_units(units, own, net.second[0].t())
+            out += _sum_units(units, own, net.second[0].t())
         return total
     for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
         outputs[sample].addmv_(blocks[block].second, units)
     return total
 
 
-def _sum_of_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+def _sum_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     """Sum the weights ``(units, outputs)`` of a sample's units, times their values.
 
-    A unit at exactly 0, as half of them are behind a ReLU, is not read.
+    Units at exactly 0 are skipped: about half of them after a ReLU.
     """
     units = blocks.unsqueeze(1) * values.shape[1] + torch.arange(
         values.shape[1], device=blocks.device
     )
     active = values.flatten().nonzero()[:, 0]
-    starts = torch.arange(0, len(active), -(-len(active) // _BAGS) or 1, device=active.device)
+    starts = torch.arange(0, len(active), -(-len(active) // _BAG_COUNT) or 1, device=active.device)
     return F.embedding_bag(
         units.flatten()[active],
         weights,

@@ -1,4 +1,4 @@
-"""Export: a compact net as a file that runs without dg_lightning, checked after it was written."""
+"""Export of compact nets to files that run without dg_lightning, verified after writing."""
 
 import copy
 import io
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.files import replacing, write_text
-from dg_lightning.layers import GatedMLP
+from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import plain
 from dg_lightning.runtime.compaction import Compact
 
 __all__ = ["Exported", "Format", "check_inputs", "export"]
 
 Format: TypeAlias = Literal["safetensors", "pt2", "onnx"]
-_ENDINGS = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
+_SUFFIXES = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
 _SAMPLES = 64
-_TOLERANCE = 1e-4  # of the largest output, for files in float32
-_MARGIN = 1e-4  # of p and its threshold: nearer than this, rounding decides
+_TOLERANCE = 1e-4  # relative to the largest output, in float32
+_MARGIN = 1e-4  # distance of p from its threshold below which rounding decides
 
 
 @dataclass
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Args:
-        files: The files; the first one is the net.
-        difference: Largest difference from the masked net, as a share of its largest output.
-        run: Runs the net that was read back from the file.
+        files: The written files; the first one is the net.
+        difference: Largest difference from the masked net, relative to its largest output.
+        run: Runs the net loaded from the file.
     """
 
     files: list[Path]
@@ -42,7 +42,7 @@ class Exported:
 
     @property
     def size(self) -> int:
-        """Bytes of the net's file."""
+        """Size of the net's file in bytes."""
         return self.files[0].stat().st_size
 
 
@@ -54,34 +54,34 @@ def export(
     x: Tensor | None = None,
     preparation: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write a compact net, read it back, and compare it with the net that it was made of.
+    """Write a compact net, load it again, and compare it with the original net.
 
     Args:
-        net: The net as it was trained, with its gates.
-        compacted: What `compact` made of it.
+        net: The trained net with its gates.
+        compacted: Its compact form, from `compact`.
         format: `safetensors`: weights with their recipe, and a Python file that loads them without
-            dg_lightning. `pt2`: a program of `torch.export`. `onnx`.
-        output: The file; its ending is added where it is missing.
-        x: Inputs to compare on; drawn at random for a `GatedMLP` where None.
-        preparation: How data becomes inputs: features, scaling and classes, which the file carries
-            as JSON under `preparation`.
+            dg_lightning. `pt2`: a `torch.export` program. `onnx`.
+        output: The file; a missing suffix is added.
+        x: Inputs to compare on; random ones for a `GatedMLP` if None.
+        preparation: How data becomes inputs: features, scaling and classes; stored in the file as
+            JSON under `preparation`.
 
     Raises:
-        RuntimeError: If what was read back differs.
-        OSError: If it cannot be written; a file that was there before is left as it was.
+        RuntimeError: If the loaded net differs.
+        OSError: If the file cannot be written; an existing file is left unchanged.
     """
-    if format not in _ENDINGS:
-        raise ValueError(f"`format` must be one of {', '.join(_ENDINGS)}, got {format!r}.")
+    if format not in _SUFFIXES:
+        raise ValueError(f"`format` must be one of {', '.join(_SUFFIXES)}, got {format!r}.")
     if not output.name:
         raise ValueError(f"`output` must be a file, got {str(output)!r}: give its name too.")
-    ending = _ENDINGS[format]
-    if output.suffix in _ENDINGS.values() and output.suffix != ending:
+    suffix = _SUFFIXES[format]
+    if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
         other = output.suffix.removeprefix(".")
-        raise ValueError(f"{output} is to be {format}: give --format {other}, or a file *{ending}.")
+        raise ValueError(f"{output} is to be {format}: give --format {other}, or a file *{suffix}.")
     if output.is_dir():
         raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
-    output = output if output.suffix == ending else output.with_name(output.name + ending)
-    others = _beside(output, compacted) if format == "safetensors" else {}
+    output = output if output.suffix == suffix else output.with_name(output.name + suffix)
+    companions = _companion_files(output, compacted) if format == "safetensors" else {}
     plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
     if x is None:
@@ -90,24 +90,24 @@ def export(
         x = check_inputs(compacted, net)
     x = x.cpu().float()
     writer = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
-    about = json.dumps(preparation)
+    extra = json.dumps(preparation)
     with replacing(output) as unfinished:
         try:
-            writer(plain_net, compacted, unfinished, x, about)
-        except Exception as error:  # each writer has its own kind for a full disk
+            writer(plain_net, compacted, unfinished, x, extra)
+        except Exception as error:  # writers raise different errors for a full disk
             if not isinstance(error, OSError) and "os error" not in str(error).lower():
                 raise
             raise OSError(f"{output} cannot be written ({error}): name another place.") from error
-        difference = _difference(_reader(format, unfinished), masked, x)
+        difference = _difference(_load_runner(format, unfinished), masked, x)
         if not difference < _TOLERANCE:
             raise RuntimeError(
                 f"What would be {output} differs from the trained net by {difference:.1e} of its "
                 f"largest output, more than {_TOLERANCE:.0e}, and is not kept: please report it "
                 "with the checkpoint."
             )
-    for path, text in others.items():
+    for path, text in companions.items():
         write_text(path, text)
-    return Exported([output, *others], difference, _reader(format, output))
+    return Exported([output, *companions], difference, _load_runner(format, output))
 
 
 @torch.inference_mode()
@@ -116,8 +116,8 @@ def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -
     return float((run(x) - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def _beside(output: Path, compacted: Compact) -> dict[Path, str]:
-    """Return what lies beside the weights; refuse to write over somebody else's file."""
+def _companion_files(output: Path, compacted: Compact) -> dict[Path, str]:
+    """Return the files beside the weights; refuse to overwrite files that are not ours."""
     loader = Path(plain.__file__).read_text("utf-8")
     recipe = json.dumps({"format": 1, "steps": compacted.steps}, indent=2) + "\n"
     texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}
@@ -130,54 +130,54 @@ def _beside(output: Path, compacted: Compact) -> dict[Path, str]:
 
 @torch.no_grad()
 def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> Tensor:
-    """Draw inputs on which no gate stands on the edge, where rounding would decide."""
+    """Sample inputs for which no gate is so close to its threshold that rounding decides."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4 * samples, net.in_features, generator=generator)
-    sure = torch.ones(len(x), dtype=torch.bool)
+    is_stable = torch.ones(len(x), dtype=torch.bool)
 
-    def look(step: plain.GatedStep, inputs: tuple[Tensor, ...]) -> None:
-        nonlocal sure
+    def check_margins(step: plain.GatedStep, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal is_stable
         p = step.probability(inputs[0]).float().cpu()
         if step.k is None:
-            sure &= (p - step.threshold).abs().amin(1) > _MARGIN
-        least = max(step.k or 0, step.floor)
-        if 0 < least < p.shape[1]:
-            order = p.sort(descending=True).values
-            gap = order[:, least - 1] - order[:, least]
-            sure &= (gap > _MARGIN) | (gap == 0)  # of equal ones the first win
+            is_stable &= (p - step.threshold).abs().amin(1) > _MARGIN
+        min_open = max(step.k or 0, step.floor)
+        if 0 < min_open < p.shape[1]:
+            ranked = p.sort(descending=True).values
+            gap = ranked[:, min_open - 1] - ranked[:, min_open]
+            is_stable &= (gap > _MARGIN) | (gap == 0)  # ties are resolved by index
 
     steps = [m for m in compacted.net if isinstance(m, plain.GatedStep)]
-    hooks = [step.register_forward_pre_hook(look) for step in steps]
+    hooks = [step.register_forward_pre_hook(check_margins) for step in steps]
     like = next(compacted.net.parameters())
     compacted.net(x.to(like.device, like.dtype))
     for hook in hooks:
         hook.remove()
-    if not sure.any():
+    if not is_stable.any():
         raise ValueError(
             "Some gate stands on its edge for every input that was tried, so rounding decides what "
             "the net says: train it first, or give inputs to compare on as `x`."
         )
-    return x[sure][:samples]
+    return x[is_stable][:samples]
 
 
-def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
+def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
     from safetensors.torch import save_file
 
     recipe = json.dumps({"format": 1, "steps": compacted.steps})
     weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
-    save_file(weights, path, {"recipe": recipe, "preparation": about})
+    save_file(weights, path, {"recipe": recipe, "preparation": extra})
 
 
-def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
+def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
-    content = io.BytesIO()  # torch would end the process where a file cannot be written
-    torch.export.save(program, content, extra_files={"preparation": about})
+    content = io.BytesIO()  # torch would abort the process if it cannot write a file
+    torch.export.save(program, content, extra_files={"preparation": extra})
     path.write_bytes(content.getvalue())
 
 
-def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: str) -> None:
-    # It warns of operators of other packages.
+def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
+    # Silence warnings about operators of other packages.
     logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     program = torch.onnx.export(
         net,
@@ -189,12 +189,12 @@ def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, about: 
         verbose=False,
     )
     assert program is not None
-    program.model.metadata_props["preparation"] = about
+    program.model.metadata_props["preparation"] = extra
     program.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
 
 
-def _reader(format: Format, path: Path) -> Callable[[Tensor], Tensor]:
-    """Return what runs a file."""
+def _load_runner(format: Format, path: Path) -> Callable[[Tensor], Tensor]:
+    """Return a function that runs the exported net."""
     if format == "safetensors":
         return plain.load(str(path))
     if format == "pt2":

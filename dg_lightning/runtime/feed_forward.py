@@ -1,4 +1,4 @@
-"""A feed-forward with gated units: what every engine is given."""
+"""A feed-forward with gated units, the input of every engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ __all__ = ["Block", "Blocks", "FeedForward"]
 
 
 class Block(NamedTuple):
-    """The weights of a block, as views of those of all, and transposed."""
+    """Weights of a block and their transposes, as views of the full weights."""
 
     first: Tensor
     first_t: Tensor
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 class Blocks(dict[int, Block]):
-    """The blocks of a net, each made when it is asked for: where few are open, few are."""
+    """Block views, created lazily."""
 
     def __init__(
         self, size: int, first: Tensor, second: Tensor, bias: Tensor | None = None
@@ -31,10 +31,10 @@ class Blocks(dict[int, Block]):
 
     def __missing__(self, block: int) -> Block:
         units = slice(block * self.size, (block + 1) * self.size)
-        one, two = self.first[units], self.second[:, units]
+        first, second = self.first[units], self.second[:, units]
         bias = None if self.bias is None else self.bias[units]
-        self[block] = made = Block(one, one.t(), bias, two, two.t())
-        return made
+        self[block] = views = Block(first, first.t(), bias, second, second.t())
+        return views
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +43,17 @@ class FeedForward:
 
     Args:
         first: Weight ``(units, inputs)`` and bias of the map whose outputs are gated.
-        activation: What is applied to its outputs, entry by entry.
+        activation: Elementwise nonlinearity applied to its outputs.
         second: Weight ``(outputs, units)`` and bias of the map that reads them.
-        block_size: How many neighbouring units share a gate.
-        kept: Where views of the weights may be kept; to make them anew takes a tenth of the time of
-            a small batch.
+        block_size: Number of adjacent units that share a gate.
+        views: Cache of block views; creating them takes a tenth of the time of a small batch.
     """
 
     first: tuple[Tensor, Tensor | None]
     activation: Callable[[Tensor], Tensor]
     second: tuple[Tensor, Tensor | None]
     block_size: int
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    views: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -63,34 +62,31 @@ class FeedForward:
         activation: Callable[[Tensor], Tensor],
         second: nn.Linear,
         block_size: int,
-        kept: dict[Any, Any] | None = None,
+        views: dict[Any, Any] | None = None,
     ) -> "FeedForward":
-        """Make one of two layers."""
+        """Create a feed-forward from two linear layers."""
         maps = (first.weight, first.bias), (second.weight, second.bias)
-        return cls(maps[0], activation, maps[1], block_size, {} if kept is None else kept)
+        return cls(maps[0], activation, maps[1], block_size, {} if views is None else views)
 
     def blocks(self) -> Blocks:
-        """Return the blocks.
-
-        They show what the weights are, whatever becomes of them in place.
-        """
+        """Return views of the blocks, which follow in-place changes of the weights."""
         parts = [
             t.detach() for t in (self.first[0], self.second[0], self.first[1]) if t is not None
         ]
         key = (self.block_size, *((t.data_ptr(), t.shape, t.stride()) for t in parts))
-        if key not in self.kept:
-            self.kept.clear()  # of weights that have been replaced
-            self.kept[key] = Blocks(self.block_size, *parts)
-        blocks: Blocks = self.kept[key]
+        if key not in self.views:
+            self.views.clear()  # the weights have been replaced
+            self.views[key] = Blocks(self.block_size, *parts)
+        blocks: Blocks = self.views[key]
         return blocks
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Weights and biases."""
+        """All weights and biases."""
         return [t for t in (*self.first, *self.second) if t is not None]
 
     def to(self, dtype: torch.dtype) -> "FeedForward":
-        """Return it with weights of another type, which gradients flow through."""
+        """Return a copy cast to another dtype; gradients flow through the cast."""
         first, second = (
             (w.to(dtype), None if b is None else b.to(dtype)) for w, b in (self.first, self.second)
         )

@@ -16,26 +16,26 @@ __all__ = ["GatedStep", "Mask", "Select", "build", "load"]
 
 
 class Select(nn.Module):
-    """Keeps some of the inputs."""
+    """Selects some of the inputs."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("index", torch.zeros(size, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the entries that are kept."""
+        """Return the selected inputs."""
         return torch.index_select(x, 1, self.index)  # type: ignore[arg-type]
 
 
 class Mask(nn.Module):
-    """Makes some of the inputs 0."""
+    """Sets some of the inputs to 0."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("mask", torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the inputs, 0 where the mask is."""
+        """Return the masked inputs."""
         return x * self.mask  # type: ignore[operator]
 
 
@@ -43,18 +43,18 @@ class GatedStep(nn.Module):
     """A hidden layer whose gates depend on the input.
 
     Args:
-        inputs: Width of the layer before.
+        inputs: Number of inputs.
         outputs: Number of units.
-        block: How many neighbouring units share a gate.
-        gate: Widths of the gate's network between its input and its gates; `relu` between them.
-        relu: Whether the gate's network has ReLU between its maps.
-        activation: Nonlinearity.
-        norm: Whether a layer norm stands before it.
-        temperature: What logits are divided by.
-        shift: What is taken off them then.
-        threshold: Above this p a gate is open.
-        k: How many gates are open, whatever the threshold; None is no such rule.
-        floor: How many are open at least.
+        block: Number of adjacent units that share a gate.
+        gate: Hidden widths of the gate network.
+        relu: Whether the gate network has ReLU between its layers.
+        activation: Name of the activation.
+        norm: Whether a layer norm precedes the activation.
+        temperature: Divisor of the logits.
+        shift: Subtracted from the logits after the division.
+        threshold: A gate is open if p is above this.
+        k: Number of open gates, instead of the threshold; None to use the threshold.
+        floor: Minimum number of open gates.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class GatedStep(nn.Module):
         p = self.probability(x)
         is_open = p > self.threshold if self.k is None else torch.zeros_like(p, dtype=torch.bool)
         least = max(self.k or 0, self.floor)
-        # Most samples open enough by themselves; a program that is written down cannot look.
-        looks = least > 0 and self.k is None and not torch.compiler.is_compiling()
-        if least and not (looks and bool((is_open.sum(-1) >= least).all())):
+        # Most samples open enough gates anyway; a traced program cannot check that.
+        checks = least > 0 and self.k is None and not torch.compiler.is_compiling()
+        if least and not (checks and bool((is_open.sum(-1) >= least).all())):
             is_open = is_open | _largest(p, least)
         if self.block > 1:
             is_open = is_open.repeat_interleave(self.block, -1)
@@ -104,7 +104,7 @@ class GatedStep(nn.Module):
 
 
 def _largest(p: Tensor, count: int) -> Tensor:
-    """Mark the largest; of equal ones the first win."""
+    """Return a mask of the largest entries; ties are resolved by index."""
     last = p.topk(count, dim=-1).values[:, -1:]
     above, tied = p > last, p == last
     missing = count - above.sum(-1, keepdim=True)
@@ -124,15 +124,15 @@ _STEPS: dict[str, Any] = {
 
 
 def build(steps: list[dict[str, Any]]) -> nn.Sequential:
-    """Make the net of a recipe's steps; its weights are not set."""
+    """Build the net of a recipe, without its weights."""
     made = [dict(step) for step in steps]
     return nn.Sequential(*(_STEPS[step.pop("kind")](**step) for step in made)).eval()
 
 
 def load(path: str) -> nn.Sequential:
-    """Load the net of a file of weights, whose recipe is in its header.
+    """Load a net from a safetensors file with its recipe in the header.
 
-    `net.preparation` says how data becomes its inputs: features, scaling, names of the classes.
+    `net.preparation` describes how data becomes inputs: features, scaling, class names.
     """
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Linear maps with few connections, in the form that is fastest here: sparse, or honestly dense."""
+"""Linear layers with few connections, in the fastest storage format: sparse or dense."""
 
 import copy
 import math
@@ -18,19 +18,19 @@ from dg_lightning.runtime.timing import median_seconds
 __all__ = ["Form", "SparseLinear", "fastest_form", "with_fast_connections"]
 
 Form: TypeAlias = Literal["dense", "csr", "bag", "block"]
-_MOST = 0.5  # density above which no sparse form is tried
+_MAX_DENSITY = 0.5  # no sparse form is tried above this density
 
 
 class SparseLinear(nn.Module):
-    """A linear map that skips the connections that do not exist; without gradients.
+    """A linear layer that skips missing connections, without gradients.
 
     Args:
-        linear: The map; connections that do not exist have a weight of 0.
-        form: `csr`: compressed rows. `bag`: each output adds up its inputs, one row of the
-            transposed batch each; suits a constant fan-in. `block`: blocks that are 0 as a whole
-            are left out (block-sparse products of torch: Triton on CUDA, MKL on a CPU that has it;
-            else our own). `dense`.
-        block: Side of the blocks.
+        linear: The layer; missing connections have a weight of 0.
+        form: `csr`: compressed sparse rows. `bag`: an embedding bag over the transposed batch for
+            each output; suits a constant fan-in. `block`: skips blocks of zeros (torch's
+            block-sparse product: Triton on CUDA, MKL on a CPU if available; otherwise our own).
+            `dense`.
+        block: Side length of the blocks.
     """
 
     def __init__(self, linear: nn.Linear, form: Form, block: int = 16) -> None:
@@ -62,7 +62,7 @@ class SparseLinear(nn.Module):
             flat: Tensor = self(x.reshape(-1, x.shape[-1]))
             return flat.reshape(*x.shape[:-1], self.out_features)
         if self.form == "bag":
-            # One bag an output; a bag may be empty.
+            # One bag per output, possibly empty.
             rows, columns, values = weight.crow_indices(), weight.col_indices(), weight.values()
             if not len(values):
                 out = x.new_zeros(len(x), self.out_features)
@@ -78,7 +78,7 @@ class SparseLinear(nn.Module):
 
 
 def _block_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply each block that exists with its inputs, all at once, and sum by outputs."""
+    """Multiply all stored blocks with their inputs in one batch, and sum by output."""
     first, columns, blocks = weight.crow_indices(), weight.col_indices(), weight.values()
     side = blocks.shape[-1]
     rows = torch.repeat_interleave(torch.arange(len(first) - 1), first.diff())
@@ -91,42 +91,42 @@ def _block_product(x: Tensor, weight: Tensor) -> Tensor:
 def fastest_form(
     linear: nn.Linear, batch_sizes: Sequence[int], block: int = 16
 ) -> dict[str, float]:
-    """Measure the forms of a map.
+    """Measure the storage forms of a linear layer.
 
     Returns:
-        How many times faster than dense each is, over the batch sizes alike; those that this
-        device has no product for are missing.
+        Speed-up of each form over dense, as a geometric mean over batch sizes; without the forms
+        that the device does not support.
     """
     weight = linear.weight
     forms: dict[str, SparseLinear] = {"dense": SparseLinear(linear, "dense")}
     density = float((weight != 0).float().mean())
-    if density <= _MOST:
+    if density <= _MAX_DENSITY:
         x = torch.randn(2, linear.in_features, device=weight.device, dtype=weight.dtype)
         sparse: tuple[Form, ...] = ("csr", "bag", "block")
         for form in sparse:
-            if form == "block" and not _has_blocks(weight, block):
+            if form == "block" and not _has_empty_blocks(weight, block):
                 continue
             try:
                 candidate = SparseLinear(linear, form, block)
                 candidate(x)
             except (RuntimeError, NotImplementedError):
-                continue  # no such product for this device and type
+                continue  # not supported for this device and dtype
             forms[form] = candidate
     gains: dict[str, float] = dict.fromkeys(forms, 0.0)
     for size in batch_sizes:
         x = torch.randn(size, linear.in_features, device=weight.device, dtype=weight.dtype)
         with torch.inference_mode():
             runs = {name: partial(form, x) for name, form in forms.items()}
-            taken = median_seconds(runs, weight.device, rounds=7)
+            seconds = median_seconds(runs, weight.device, rounds=7)
         for name in gains:
-            gains[name] += math.log(taken["dense"] / taken[name]) / len(batch_sizes)
+            gains[name] += math.log(seconds["dense"] / seconds[name]) / len(batch_sizes)
     return {name: math.exp(gain) for name, gain in gains.items()}
 
 
 def with_fast_connections(
     net: nn.Sequential, batch_sizes: Sequence[int], block: int = 16
 ) -> tuple[nn.Sequential, list[str]]:
-    """Return a copy of a net with its linear maps in their fastest form, and what was found."""
+    """Return a copy of a net with its linear layers in their fastest form, and notes."""
     fast, notes = copy.deepcopy(net), []
     for index, module in enumerate(net):
         if not isinstance(module, nn.Linear):
@@ -149,9 +149,9 @@ def with_fast_connections(
     return fast, notes
 
 
-def _has_blocks(weight: Tensor, block: int) -> bool:
-    """Tell whether whole blocks of a weight are 0, enough of them to be worth a try."""
+def _has_empty_blocks(weight: Tensor, block: int) -> bool:
+    """Return True if enough blocks of a weight are 0 for the form `block`."""
     if weight.shape[0] % block or weight.shape[1] % block:
         return False
     blocks = (weight != 0).unflatten(0, (-1, block)).unflatten(2, (-1, block))
-    return float(blocks.any(3).any(1).float().mean()) <= _MOST
+    return float(blocks.any(3).any(1).float().mean()) <= _MAX_DENSITY

@@ -1,4 +1,4 @@
-"""How long things take, compared fairly: in turns, by medians."""
+"""Timing and memory measurements; alternatives are timed in turns and compared by medians."""
 
 import math
 import statistics
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 __all__ = ["median_seconds", "peak_bytes", "shortest_seconds"]
@@ -20,21 +20,21 @@ def median_seconds(
     runs: Mapping[str, Callable[[], object]],
     device: torch.device,
     rounds: int = 15,
-    least: float = 0.01,
+    min_seconds: float = 0.01,
 ) -> dict[str, float]:
-    """Return the median time of a call of each, measured in turns.
+    """Return the median time per call of each function, measured in turns.
 
     Args:
-        runs: What to call, by name.
-        device: What to wait for before and after a measurement.
-        rounds: How often each is measured.
-        least: Seconds of a measurement: calls are repeated until it is so long.
+        runs: The functions, by name.
+        device: Device to synchronize before and after each measurement.
+        rounds: Number of measurements of each function.
+        min_seconds: Minimum duration of a measurement; calls are repeated to reach it.
     """
     repeats: dict[str, int] = {}
     for name, run in runs.items():
         for _ in range(3):
             run()
-        repeats[name] = max(1, math.ceil(least / max(_seconds(run, 3, device), 1e-9)))
+        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(run, 3, device), 1e-9)))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         names = list(runs) if turn % 2 else list(runs)[::-1]
@@ -44,7 +44,7 @@ def median_seconds(
 
 
 def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the shorter time of two calls, after one that may compile something."""
+    """Return the shorter time of two calls, after a warm-up call."""
     run()
     return min(_seconds(run, 1, device) for _ in range(2))
 
@@ -64,7 +64,7 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_bytes(run: Callable[[], Tensor], device: torch.device) -> int:
-    """Return how much memory a call takes beside what was there before."""
+    """Return the peak memory that a call allocates."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = int(torch.cuda.memory_allocated(device))
@@ -79,11 +79,11 @@ def peak_bytes(run: Callable[[], Tensor], device: torch.device) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Follows what the operations of torch allocate and let go."""
+    """Tracks the memory that torch operations allocate and free."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.current = self.peak = 0
         self._known: set[int] = set()
 
     @override
@@ -91,22 +91,24 @@ class _Allocations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for tensor in _tensors((args, kwargs)):
-            self._known.add(tensor.untyped_storage()._cdata)
+            self._known.add(tensor.untyped_storage().data_ptr())
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._let_go, storage._cdata, storage.nbytes())
+            address = storage.data_ptr()
+            if address not in self._known:
+                self._known.add(address)
+                self.current += storage.nbytes()
+                self.peak = max(self.peak, self.current)
+                weakref.finalize(storage, self._free, address, storage.nbytes())
         return out
 
-    def _let_go(self, address: int, size: int) -> None:
-        self.now -= size
+    def _free(self, address: int, size: int) -> None:
+        self.current -= size
         self._known.discard(address)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves: list[Tensor] = []
+    apply_to_collection(tree, Tensor, leaves.append)
     return [leaf for leaf in leaves if leaf.layout == torch.strided]  # others have no storage

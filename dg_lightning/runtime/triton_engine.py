@@ -1,4 +1,4 @@
-"""The engine of our own kernels: rows are packed, two grouped products, a sum; and back."""
+"""The Triton engine: packed rows, two grouped products, a sum; and their backward pass."""
 
 from typing import Any
 
@@ -10,32 +10,32 @@ from dg_lightning.runtime.engines import refuse_second_derivative
 from dg_lightning.runtime.feed_forward import FeedForward
 from dg_lightning.runtime.packing import Packing
 
-__all__ = ["by_kernels", "decided_by_kernel"]
+__all__ = ["decide_by_kernel", "run_triton"]
 
 
-def by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
-    """Compute the open blocks by our own kernels."""
-    with torch.cuda.device_of(x):  # where kernels are launched
-        return _by_kernels(x.contiguous(), gate, net, packing)
+def run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
+    """Compute the open blocks with Triton kernels."""
+    with torch.cuda.device_of(x):  # kernels are launched on the current device
+        return _run_triton(x.contiguous(), gate, net, packing)
 
 
-def _by_kernels(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
+def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
     name = activation_name(net.activation)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
     if packing is None:
         packing = Packing(gate)
-    # Hidden units, before and behind their activation, and outputs.
-    entries = (1 + learns) * net.block_size + len(net.second[0])
-    packing.make_room(entries * x.element_size())
+    # Hidden units, before and after their activation, and outputs.
+    entries = (1 + needs_grad) * net.block_size + len(net.second[0])
+    packing.fit_to_memory(entries * x.element_size())
     arguments = x, gate, *net.first, *net.second, net.block_size, name, packing
-    if learns:
+    if needs_grad:
         out: Tensor = _GatedFeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
     return _forward(x, *arguments[2:], None)[0]
 
 
-def decided_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
-    """Let one kernel do all of a gate's decision, if it can; else return None."""
+def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
+    """Run the gate in a single kernel if it is simple enough, otherwise return None."""
     simple = (
         isinstance(gate, DynamicGate)
         and len(gate.network) == 1
@@ -48,11 +48,11 @@ def decided_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
         return None
     assert isinstance(gate, DynamicGate)
     with torch.cuda.device_of(x):
-        return Packing.decided(gate, x.contiguous())
+        return Packing.decide(gate, x.contiguous())
 
 
 def activation_name(activation: Any) -> str:
-    """Return what the kernels call an activation."""
+    """Return the kernels' name of an activation."""
     names = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
     name = names.get(type(activation))
     if name is None or getattr(activation, "approximate", "none") != "none":
@@ -78,7 +78,7 @@ def _forward(
     bias = None if first_bias is None else first_bias.unflatten(0, (-1, block))
     hidden = packing.product(x, weight, bias, gathers=True, activation=activation, raw=raw)
     packed = packing.product(hidden, _by_block(second, block))
-    return packing.sum_of_samples(packed, second_bias), hidden
+    return packing.sum_samples(packed, second_bias), hidden
 
 
 def _by_block(second: Tensor, block: int) -> Tensor:
@@ -110,35 +110,35 @@ class _GatedFeedForward(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
         x, first, second, raw, hidden = ctx.saved_tensors
         packing: Packing = ctx.packing
-        of_x = of_gate = of_first = of_first_bias = of_second = of_second_bias = None
+        grad_x = grad_gate = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
         wanted = ctx.needs_input_grad
-        # Padding is 0 here, and so in all that follows.
-        of_row = packing.gathered(gradient.contiguous())
-        of_hidden = packing.product(of_row, _by_block(second, ctx.block).transpose(1, 2))
+        # Padding rows are 0 here, and therefore in everything below.
+        grad_rows = packing.gather(grad_output.contiguous())
+        grad_hidden = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
         if wanted[4]:
-            of_second = _of_second(packing, of_row, hidden, second)
-        # A hard gate is a factor of 1; what the loss would change by is its block's own part.
-        of_gate = packing.through_activation(of_hidden, raw, ctx.activation, of_pairs=wanted[1])
-        if of_gate is not None:
-            of_gate = of_gate.to(ctx.gate_type)
+            grad_w2 = _grad_w2(packing, grad_rows, hidden, second)
+        # An open gate is 1, so its gradient is the sum of hidden * grad_hidden.
+        grad_gate = packing.activation_backward(grad_hidden, raw, ctx.activation, wanted[1])
+        if grad_gate is not None:
+            grad_gate = grad_gate.to(ctx.gate_type)
         if wanted[2]:
-            of_first = packing.outer(of_hidden, packing.gathered(x)).flatten(0, 1)
+            grad_w1 = packing.outer(grad_hidden, packing.gather(x)).flatten(0, 1)
         if wanted[3]:
-            of_first_bias = packing.sum_of_blocks(of_hidden).flatten()
+            grad_b1 = packing.sum_blocks(grad_hidden).flatten()
         if wanted[0]:
             weight = first.unflatten(0, (-1, ctx.block)).transpose(1, 2)
-            of_x = packing.sum_of_samples(packing.product(of_hidden, weight))
+            grad_x = packing.sum_samples(packing.product(grad_hidden, weight))
         if wanted[5]:
-            of_second_bias = gradient.sum(0)
-        return of_x, of_gate, of_first, of_first_bias, of_second, of_second_bias, None, None, None
+            grad_b2 = grad_output.sum(0)
+        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None
 
 
-def _of_second(packing: Packing, of_row: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
-    """Return the gradient of the second weights, in their own layout."""
-    if second.stride(0) == 1:  # by unit: see `BlockGatedMLP.lay_out_by_unit`
-        return packing.outer(hidden, of_row).flatten(0, 1).t()
-    return packing.outer(of_row, hidden).transpose(0, 1).flatten(1)
+def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
+    """Return the gradient of the second weight, in the memory layout of the weight."""
+    if second.stride(0) == 1:  # see `BlockGatedMLP.lay_out_by_unit`
+        return packing.outer(hidden, grad_rows).flatten(0, 1).t()
+    return packing.outer(grad_rows, hidden).transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""Many runs: variants x seeds with a table at the end, and the search for good settings."""
+"""Studies (variants x seeds, summarised in tables) and searches for good settings."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ __all__ = [
     "summarised",
 ]
 
-# These need Optuna; the tables, which reports are made of, do not.
-_HOMES = {
+# Imported lazily: these need Optuna, while the tables used by reports do not.
+_LAZY = {
     "Study": "runner",
     "run_study": "runner",
     "Parameter": "search",
@@ -34,6 +34,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,4 +1,4 @@
-"""How the runs of a study went, epoch by epoch: one file for plots, and the paper's MoE table."""
+"""Metrics of a study by epoch: one file for plots, and the paper's MoE table."""
 
 import csv
 import statistics
@@ -26,46 +26,46 @@ _TABLE = {
 
 
 def epoch_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Return what a run has logged, an epoch a row; of values of steps, the mean of an epoch.
+    """Return the logged metrics of a run, one row per epoch; step values are averaged.
 
-    What a test has logged is left out.
+    Test metrics are left out.
     """
-    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    epochs: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with metrics.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             if line.get("test/accuracy"):
                 continue
             for key, value in line.items():
                 if value and key not in ("epoch", "step"):
-                    found[int(line["epoch"])][key].append(float(value))
+                    epochs[int(line["epoch"])][key].append(float(value))
     return [
         {"epoch": epoch, **{key: statistics.fmean(values) for key, values in keys.items()}}
-        for epoch, keys in sorted(found.items())
+        for epoch, keys in sorted(epochs.items())
     ]
 
 
 def epochs_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the paper's table, mean over seeds, of variants whose activity was followed.
+    """Return the paper's table, for variants that logged their gate activity.
 
-    Accuracy is of the validation part. Values of several routers or seeds are averaged.
+    Accuracy is validation accuracy. Values are averaged over routers and seeds.
     """
     parts = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        own = [row for row in rows if row["variant"] == variant]
-        if not any("gates/active_ratio" in row for row in own):
+        variant_rows = [row for row in rows if row["variant"] == variant]
+        if not any("gates/active_ratio" in row for row in variant_rows):
             continue
         columns = {
             name: prefix
             for name, prefix in _TABLE.items()
-            if any(key.startswith(prefix) for row in own for key in row)
+            if any(key.startswith(prefix) for row in variant_rows for key in row)
         }
         lines = [["epoch", *columns], ["---:"] * (len(columns) + 1)]
-        for epoch in sorted({row["epoch"] for row in own}):
-            of_epoch = [row for row in own if row["epoch"] == epoch]
-            cells = [_mean(of_epoch, prefix) for prefix in columns.values()]
+        for epoch in sorted({row["epoch"] for row in variant_rows}):
+            same_epoch = [row for row in variant_rows if row["epoch"] == epoch]
+            cells = [_mean(same_epoch, prefix) for prefix in columns.values()]
             lines.append([str(epoch), *cells])
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        seeds = len({row["seed"] for row in own})
+        seeds = len({row["seed"] for row in variant_rows})
         parts.append(f"## `{variant}`, mean over {seeds} seeds\n\n{table}\n")
     return "\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""What a search has found: the Pareto front, and the cheapest net that is good enough."""
+"""Results of a search: the Pareto front, and the cheapest net within the tolerance."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 from optuna.trial import FrozenTrial, TrialState
 
+from dg_lightning.configs import config_path
 from dg_lightning.files import write_text
 from dg_lightning.study.shared import SharedStudy
 from dg_lightning.study.tables import write_csv
@@ -15,18 +16,19 @@ from dg_lightning.study.tables import write_csv
 if TYPE_CHECKING:
     from dg_lightning.study.search import Search
 
-__all__ = ["cheapest_within", "dominated_by", "pareto_front", "values_of", "write_results"]
+__all__ = ["cheapest_within", "count_dominating", "format_params", "pareto_front", "write_results"]
 
-# Where a config writes to, and what it shows: as in the base again, not as in the search.
-_PLACE = ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary")
+# Trainer options that are restored from the base config: output folders and display.
+_BASE_OPTIONS = ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary")
 
 
-def dominated_by(
+def count_dominating(
     curve: Sequence[Sequence[float]], others: Sequence[Sequence[Sequence[float]]]
 ) -> int:
-    """Count the trainings that at this one's last epoch were more accurate and not dearer.
+    """Count the runs that were more accurate at this one's last epoch, at no more MACs.
 
-    >>> dominated_by([(0.1, 1.0), (0.5, 0.6)], [[(0.2, 1.0), (0.6, 0.6)], [(0.3, 1.0), (0.4, 0.1)]])
+    >>> others = [[(0.2, 1.0), (0.6, 0.6)], [(0.3, 1.0), (0.4, 0.1)]]
+    >>> count_dominating([(0.1, 1.0), (0.5, 0.6)], others)
     1
     """
     accuracy, macs = curve[-1]
@@ -34,8 +36,8 @@ def dominated_by(
     return sum(a > accuracy and m <= macs for a, m in points)
 
 
-def values_of(trial: FrozenTrial) -> list[str]:
-    """Return the settings of a trial, short."""
+def format_params(trial: FrozenTrial) -> list[str]:
+    """Return the parameters of a trial as short `name=value` strings."""
     return [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in trial.params.items()
@@ -43,7 +45,7 @@ def values_of(trial: FrozenTrial) -> list[str]:
 
 
 def pareto_front(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that no other beats in both respects, the cheapest first."""
+    """Return the trials that no other dominates, cheapest first."""
     front: list[FrozenTrial] = []
     for trial in sorted(trials, key=lambda t: (t.values[1], -t.values[0])):
         if not front or trial.values[0] > front[-1].values[0]:
@@ -54,17 +56,17 @@ def pareto_front(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 def cheapest_within(
     trials: Sequence[FrozenTrial], accuracy: float, tolerance: float
 ) -> FrozenTrial | None:
-    """Return the cheapest trial that is not further below an accuracy than the tolerance."""
-    good = [trial for trial in trials if trial.values[0] >= accuracy - tolerance]
-    return min(good, key=lambda t: (t.values[1], -t.values[0]), default=None)
+    """Return the cheapest trial whose accuracy is at most `tolerance` below `accuracy`."""
+    eligible = [trial for trial in trials if trial.values[0] >= accuracy - tolerance]
+    return min(eligible, key=lambda t: (t.values[1], -t.values[0]), default=None)
 
 
 def write_results(search: "Search", shared: SharedStudy) -> str:
-    """Write results.csv, summary.md, and configs of the front and of the chosen trial."""
-    every = shared.trials(*TrialState)
-    finished = [t for t in every if t.state is TrialState.COMPLETE]
+    """Write results.csv, summary.md, and the configs of the Pareto front and the chosen trial."""
+    trials = shared.trials(*TrialState)
+    finished = [t for t in trials if t.state is TrialState.COMPLETE]
     baseline = next((t for t in finished if t.user_attrs.get("kind")), None)
-    tried = [t for t in finished if not t.user_attrs.get("kind")]
+    candidates = [t for t in finished if not t.user_attrs.get("kind")]
     rows = [
         {
             "trial": trial.number,
@@ -76,14 +78,14 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
             "reason": trial.user_attrs.get("reason") or trial.user_attrs.get("given_up"),
             **trial.params,
         }
-        for trial in every
+        for trial in trials
         if trial.state.is_finished()
     ]
     write_csv(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs"])
-    front = pareto_front(tried)
+    front = pareto_front(candidates)
     for path in (search.folder / "pareto").glob("trial_*.yaml"):
         if path.stem not in {f"trial_{trial.number}" for trial in front}:
-            path.unlink(missing_ok=True)  # beaten since
+            path.unlink(missing_ok=True)  # no longer on the front
     lines = [
         "| trial | validation accuracy | MACs | of the baseline's | settings |",
         "|---|---:|---:|---:|---|",
@@ -92,16 +94,16 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
         _write_config(search, trial, search.folder / "pareto" / f"trial_{trial.number}.yaml")
         accuracy, macs = trial.values
         share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
-        settings = ", ".join(f"`{value}`" for value in values_of(trial))
+        settings = ", ".join(f"`{value}`" for value in format_params(trial))
         lines.append(f"| {trial.number} | {accuracy:.2%} | {macs:,.0f} | {share} | {settings} |")
     text = f"# Search of {search.base}\n\nPareto front, by validation:\n\n" + "\n".join(lines)
     path = search.folder / "cheapest.yaml"
-    path.unlink(missing_ok=True)  # of a trial that was beaten since
+    path.unlink(missing_ok=True)  # may be of an earlier choice
     if baseline is None:
-        text += "\n\nThe baseline is not done, or has failed: there is nothing to compare with."
+        text += "\n\nThe baseline has not finished or has failed: there is nothing to compare with."
     else:
         text += f"\n\nBaseline: {baseline.values[0]:.2%} at {baseline.values[1]:,.0f} MACs."
-        chosen = cheapest_within(tried, baseline.values[0], search.tolerance)
+        chosen = cheapest_within(candidates, baseline.values[0], search.tolerance)
         if chosen is None:
             text += f" No trial is within {100 * search.tolerance:.2f} points of it."
         else:
@@ -115,12 +117,9 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
 
 
 def _write_config(search: "Search", trial: FrozenTrial, path: Path) -> None:
-    """Write the whole config of a trial, with the places of its base, ready for `fit`."""
-    from dg_lightning.cli.configs import config_path
-
     config = yaml.safe_load(trial.user_attrs["config"])
     base = yaml.safe_load(Path(config_path(search.base)).read_text(encoding="utf-8"))
-    for key in _PLACE:
+    for key in _BASE_OPTIONS:
         config["trainer"].pop(key, None)
         if key in base.get("trainer", {}):
             config["trainer"][key] = base["trainer"][key]

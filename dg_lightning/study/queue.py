@@ -1,4 +1,4 @@
-"""The queue of a study's trials: each waits, runs, and is complete or has failed."""
+"""The queue of a study's trials, which wait, run, and complete or fail."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ from dg_lightning.study.shared import SharedStudy
 
 __all__ = ["TrialQueue"]
 
-_FACTS = ("variant", "seed", "fingerprint")  # say which trial it is
+_IDENTITY = ("variant", "seed", "fingerprint")  # identify a trial
 
 
 class TrialQueue(SharedStudy):
-    """Hands out planned trials, each to one worker, and keeps their rows.
+    """Assigns each planned trial to one worker, and stores their rows.
 
-    Trials of other plans, as of a worker with other seeds, are left alone.
+    Trials of other plans, such as those of a worker with other seeds, are ignored.
     """
 
     def fill(
@@ -27,7 +27,7 @@ class TrialQueue(SharedStudy):
         only: Sequence[str] | None = None,
         retry_failed: bool = False,
     ) -> None:
-        """Queue what was not queued before, of the variants in `only` if given.
+        """Queue the trials that are not queued yet, of the variants in `only` if given.
 
         Raises:
             ValueError: If a trial was queued with other settings.
@@ -37,77 +37,77 @@ class TrialQueue(SharedStudy):
             before = known.get((trial.variant, trial.seed))
             if before is not None and before.user_attrs["fingerprint"] != trial.fingerprint:
                 raise ValueError(
-                    f"This study has a trial of {trial.name}, with other settings: give another "
-                    "`output`, or the settings it was begun with."
+                    f"This study has a trial {trial.name}, with other settings: give another "
+                    "`output`, or the settings it was started with."
                 )
             is_new = before is None or (retry_failed and before.state is TrialState.FAIL)
             if is_new and (only is None or trial.variant in only):
-                self.enqueue({}, {name: getattr(trial, name) for name in _FACTS})
+                self.enqueue({}, {name: getattr(trial, name) for name in _IDENTITY})
 
     def claim(
         self, planned: Sequence[PlannedTrial]
     ) -> tuple[optuna.Trial, PlannedTrial] | tuple[None, None]:
-        """Return one of these trials that nobody else has, or None where none waits."""
-        known = {trial.fingerprint: trial for trial in planned}
+        """Start one of these trials if any is waiting; return it with its plan."""
+        by_fingerprint = {trial.fingerprint: trial for trial in planned}
         for waiting in self.trials(TrialState.WAITING):
-            wanted = known.get(waiting.user_attrs.get("fingerprint", ""))
-            if wanted is None:
+            plan = by_fingerprint.get(waiting.user_attrs.get("fingerprint", ""))
+            if plan is None:
                 continue
-            trial = self.take(waiting)
+            trial = self.start(waiting)
             if trial is None:
                 continue
-            if not self._is_double(waiting):
-                return trial, wanted
+            if not self._is_duplicate(waiting):
+                return trial, plan
             self.study.tell(trial, state=TrialState.PRUNED)
         return None, None
 
-    def _is_double(self, trial: FrozenTrial) -> bool:
-        """Tell whether two workers have queued the same trial at once: the first one counts."""
+    def _is_duplicate(self, trial: FrozenTrial) -> bool:
+        """Return True if another worker queued the same trial earlier."""
         live = (t for t in self._live() if t.state is not TrialState.FAIL)
         return any(t.number < trial.number and _key(t) == _key(trial) for t in live)
 
-    def finish_with(self, trial: optuna.Trial, row: dict[str, Any]) -> None:
-        """Record the row of a trial that is done."""
+    def record_result(self, trial: optuna.Trial, row: dict[str, Any]) -> None:
+        """Record the row of a finished trial."""
         values = [row["accuracy"], row["macs"]]
         if all(map(math.isfinite, values)):
             self.finish(trial, values, row=row)
-        else:  # Optuna would call it failed, without a reason
-            self.fail(trial, f"Its accuracy is {values[0]}, at {values[1]} MACs.")
+        else:  # Optuna would mark it as failed without a reason
+            self.fail(trial, f"Its accuracy is {values[0]} at {values[1]} MACs.")
 
-    def take_up_lost(self) -> None:
-        """Queue again what a worker has died in, or was interrupted in."""
+    def requeue_lost(self) -> None:
+        """Requeue trials whose workers died or were interrupted."""
         lost = {_key(trial): trial for trial in self.lost() if "variant" in trial.user_attrs}
         for key in lost.keys() - {_key(trial) for trial in self._live()}:
-            self.enqueue({}, {name: lost[key].user_attrs[name] for name in _FACTS})
+            self.enqueue({}, {name: lost[key].user_attrs[name] for name in _IDENTITY})
 
-    def unfinished(self, planned: Iterable[PlannedTrial]) -> int:
-        """Return how many of these trials wait, or somebody is at."""
-        wanted = {trial.fingerprint for trial in planned}
-        found = self.trials(TrialState.WAITING, TrialState.RUNNING)
-        return sum(trial.user_attrs.get("fingerprint") in wanted for trial in found)
+    def count_unfinished(self, planned: Iterable[PlannedTrial]) -> int:
+        """Return how many of these trials are waiting or running."""
+        fingerprints = {trial.fingerprint for trial in planned}
+        unfinished = self.trials(TrialState.WAITING, TrialState.RUNNING)
+        return sum(t.user_attrs.get("fingerprint") in fingerprints for t in unfinished)
 
     def rows(self, planned: Iterable[PlannedTrial]) -> list[dict[str, Any]]:
-        """Return one row for each of these trials that is complete or has failed."""
+        """Return one row for each of these trials that completed or failed."""
         rows = []
-        newest = {_key(trial): trial for trial in self._live()}  # a retried one runs again
-        for wanted in planned:
-            trial = newest.get((wanted.variant, wanted.seed))
+        newest = {_key(trial): trial for trial in self._live()}  # of a retried trial, the last
+        for plan in planned:
+            trial = newest.get((plan.variant, plan.seed))
             if trial is None:
                 continue
             if trial.state is TrialState.COMPLETE:
                 rows.append({**trial.user_attrs["row"], "status": "complete"})
             elif trial.state is TrialState.FAIL:
-                named = {name: trial.user_attrs[name] for name in ("variant", "seed")}
+                identity = {name: trial.user_attrs[name] for name in ("variant", "seed")}
                 reason = trial.user_attrs["reason"]
-                rows.append({**named, "status": "failed", "reason": reason})
+                rows.append({**identity, "status": "failed", "reason": reason})
         return rows
 
     def _live(self) -> list[FrozenTrial]:
-        """Return trials that are done, run, wait, or have failed for a reason; not lost ones."""
+        """Return complete, running, waiting and failed trials, without lost ones."""
         live = self.trials(TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
         live += [t for t in self.trials(TrialState.FAIL) if "reason" in t.user_attrs]
-        of_a_plan = [trial for trial in live if "variant" in trial.user_attrs]
-        return sorted(of_a_plan, key=lambda trial: trial.number)
+        planned = [trial for trial in live if "variant" in trial.user_attrs]
+        return sorted(planned, key=lambda trial: trial.number)
 
 
 def _key(trial: FrozenTrial) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The runner of a study: workers that take trials from the queue until none is left."""
+"""Runs a study: workers take trials from the queue until none is left."""
 
 import json
 import multiprocessing
@@ -10,23 +10,26 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import optuna
 
 from dg_lightning.files import write_text
-from dg_lightning.report import write_report
+from dg_lightning.refusal import Refusal
 from dg_lightning.study.epochs import epoch_rows, epochs_markdown
 from dg_lightning.study.queue import TrialQueue
-from dg_lightning.study.settings import PlannedTrial, Variant, planned_trials, seeds_of
-from dg_lightning.study.shared import storage_in
+from dg_lightning.study.quiet import is_quiet, quietly
+from dg_lightning.study.report import write_report
+from dg_lightning.study.settings import PlannedTrial, Variant, expand_seeds, plan_trials
+from dg_lightning.study.shared import sqlite_url
 from dg_lightning.study.tables import summarised, summary_markdown, write_csv
-from dg_lightning.study.training import log_of, run_folder, train_and_test
+from dg_lightning.study.training import RunCommand, log_path, run_folder, train_and_test
 
-__all__ = ["Study", "claim_folder", "in_workers", "reason_of", "run_study"]
+__all__ = ["Study", "claim_folder", "error_summary", "run_study", "run_workers"]
 
 T = TypeVar("T")
-_LOOK_AGAIN = 2.0  # seconds, while others are still at their last trials
+Work: TypeAlias = Callable[[T, RunCommand, int, int | None], None]
+_POLL_SECONDS = 2.0  # while other workers finish their last trials
 
 
 @dataclass
@@ -34,21 +37,21 @@ class Study:
     """A study: variants x seeds of one dataset.
 
     Args:
-        dataset: Name of the dataset, where configs of variants are looked for.
-        output: Folder for tables, the queue, and a folder a run; an unfinished study goes on there.
-        variants: The variants by name, in the order of the table.
-        seeds: How many seeds, from 0 on, or a list of them.
-        options: Dotted options of `fit` for all variants, as `trainer.max_epochs=20`; `{seed}`
-            stands for the seed.
-        set: The same, after all others; for the command line.
-        only: Names of the variants to be trained now; all when None.
-        name: Name of the study in the storage, where there are several; that of the paper's table
-            if None.
-        notes: What a reader of the tables should know.
-        paper: Which published table stands beside ours; that of the dataset if None.
-        storage: URL of a database that workers on many machines share; a file in `output` if None.
-        workers: Processes of this machine that train at the same time.
-        retry_failed: Whether trials that have failed are tried once more.
+        dataset: Name of the dataset, which is also the config folder of the variants.
+        output: Folder for the tables, the queue and the runs; an unfinished study is resumed.
+        variants: The variants by name, in table order.
+        seeds: Number of seeds, starting at 0, or a list of seeds.
+        options: Dotted options of `fit` for all variants, such as `trainer.max_epochs=20`; `{seed}`
+            is replaced with the seed.
+        set: More options, applied after all others; for the command line.
+        only: Names of the variants to train now; all if None.
+        name: Name of the study in the storage, which may hold several; the name of the paper's
+            table if None.
+        notes: Notes for readers of the tables.
+        paper: Name of the published table to compare with; that of the dataset if None.
+        storage: URL of a database shared by workers on many machines; a file in `output` if None.
+        workers: Number of training processes on this machine.
+        retry_failed: Whether to retry failed trials.
     """
 
     dataset: str
@@ -67,7 +70,7 @@ class Study:
 
     @property
     def folder(self) -> Path:
-        """Where everything is written."""
+        """Output folder."""
         return Path(self.output)
 
     @property
@@ -76,56 +79,60 @@ class Study:
         return self.paper or self.dataset
 
     def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
-        """Return the trials, of the variants in `only` if given."""
+        """Return the planned trials, of the variants in `only` if given."""
         if only is not None and not only:
             raise ValueError("`only` names no variant: leave it out to train all.")
         if not self.output:
             raise ValueError("`output` must be a folder: name one.")
         for name in only or ():
             if name not in self.variants:
-                there = ", ".join(self.variants)
-                raise ValueError(f"There is no variant {name!r}; there are {there}.")
-        # What comes from the command line stands behind the options of a variant, too.
+                known = ", ".join(self.variants)
+                raise ValueError(f"There is no variant {name!r}; there are {known}.")
+        # Options from the command line come after those of a variant too.
         variants = {
             name: Variant(variant.config, [*variant.options, *self.set])
             for name, variant in self.variants.items()
         }
-        found = planned_trials(self.dataset, variants, seeds_of(self.seeds), self.options)
-        return [trial for trial in found if only is None or trial.variant in only]
+        trials = plan_trials(self.dataset, variants, expand_seeds(self.seeds), self.options)
+        return [trial for trial in trials if only is None or trial.variant in only]
 
     def queue(self) -> TrialQueue:
-        """Open the queue."""
-        storage = self.storage or storage_in(self.folder)
+        """Open the queue of trials."""
+        storage = self.storage or sqlite_url(self.folder)
         return TrialQueue(storage, self.name or self.table, self.folder / "workers")
 
 
-def run_study(study: Study) -> bool:
-    """Train and test everything that is not done yet, and write the tables.
+def run_study(study: Study, run_command: RunCommand) -> bool:
+    """Train and test all trials that are not done yet, and write the tables.
+
+    Args:
+        study: The study.
+        run_command: Runs `fit`; provided by the command line.
 
     Returns:
-        Whether all trials are complete.
+        True if all trials are complete.
     """
     if study.workers < 1:
         raise ValueError(f"`workers` must be at least 1, got {study.workers}.")
     planned = study.planned(study.only)
     claim_folder(study.folder, "study", "search")
     queue = study.queue()
-    queue.take_up_lost()
+    queue.requeue_lost()
     queue.fill(study.planned(), study.only, study.retry_failed)
-    in_workers(_work, study, study.workers)
+    run_workers(_worker_loop, study, run_command, study.workers)
     rows = write_tables(study, queue)
     failed = [row for row in rows if row["status"] != "complete"]
     print((study.folder / "summary.md").read_text(encoding="utf-8"))
     print(f"Tables and runs are in {study.folder}.")
     if failed:
         print(f"{len(failed)} of {len(rows)} trials have failed; --retry_failed=true tries again.")
-    if left := queue.unfinished(planned):
-        print(f"{left} trials are not done; the same command goes on with them.")
+    if left := queue.count_unfinished(planned):
+        print(f"{left} trials are not done; run the same command to continue with them.")
     return not failed and not left
 
 
 def claim_folder(folder: Path, own: str, other: str) -> None:
-    """Make the folder of a study or of a search, which must not be one of the other kind."""
+    """Create the folder of a study or search; raise if it holds the other kind."""
     if (folder / f"{other}.json").exists():
         raise ValueError(f"{folder} holds a {other}: give another `output`.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,124 +140,126 @@ def claim_folder(folder: Path, own: str, other: str) -> None:
         write_text(folder / f"{own}.json", "{}\n")
 
 
-def in_workers(work: Callable[[T, int, int | None], None], settings: T, workers: int) -> None:
-    """Let so many processes work, this one among them.
+def run_workers(work: Work[T], settings: T, run_command: RunCommand, workers: int) -> None:
+    """Run a function in several worker processes, this one included.
 
     Args:
-        work: Is called with the settings, the worker's index, and the process that it ends with.
-        settings: Plain values.
-        workers: How many.
+        work: Called with the settings, `run_command`, the worker's index, and the id of the parent
+            process, with which it ends.
+        settings: Picklable settings.
+        run_command: Runs `fit`.
+        workers: Number of workers.
     """
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     others = [
-        spawn.Process(target=_as_worker, args=(work, settings, index, os.getpid()))
+        spawn.Process(target=_run_worker, args=(work, settings, run_command, index, os.getpid()))
         for index in range(1, workers)
     ]
     for process in others:
         process.start()
     try:
-        work(settings, 0, None)
+        work(settings, run_command, 0, None)
     except (KeyboardInterrupt, SystemExit):
-        print("Interrupted; the same command goes on with what is not done.", flush=True)
+        print("Interrupted; run the same command to continue.", flush=True)
         raise
     for process in others:
         process.join()
 
 
-def _as_worker(
-    work: Callable[[T, int, int | None], None], settings: T, index: int, parent: int
+def _run_worker(
+    work: Work[T], settings: T, run_command: RunCommand, index: int, parent: int
 ) -> None:
-    """Work in a process of its own, as quiet as the one that started it."""
-    from dg_lightning.cli.quiet import is_quiet, quietly
-
+    """Run `work` in a child process, quiet if the parent is."""
     with quietly() if is_quiet() else nullcontext():
-        work(settings, index, parent)
+        work(settings, run_command, index, parent)
 
 
-def _work(study: Study, index: int, parent: int | None) -> None:
-    """Take trials until none is left; end where the process that started this one is gone."""
+def _worker_loop(study: Study, run_command: RunCommand, index: int, parent: int | None) -> None:
+    """Run trials until none is left or the parent process is gone."""
     planned = study.planned(study.only)
     with study.queue() as queue:
         while parent is None or os.getppid() == parent:
-            queue.take_up_lost()
+            queue.requeue_lost()
             claimed, trial = queue.claim(planned)
             if claimed is None or trial is None:
-                if not queue.unfinished(planned):
+                if not queue.count_unfinished(planned):
                     return
-                time.sleep(_LOOK_AGAIN)  # somebody may die, and leave a trial
+                time.sleep(_POLL_SECONDS)  # a worker may die and leave its trial
                 continue
-            with queue.beating(claimed):
-                _do(study, queue, claimed, trial)
+            with queue.heartbeat(claimed):
+                _run_trial(study, run_command, queue, claimed, trial)
             rows = write_tables(study, queue)
-            left = queue.unfinished(planned)
+            left = queue.count_unfinished(planned)
             print(progress_line(trial, rows, left, study.workers), flush=True)
 
 
-def _do(study: Study, queue: TrialQueue, claimed: optuna.Trial, trial: PlannedTrial) -> None:
-    """Train and test a trial; one that fails must not stop the rest."""
-    from dg_lightning.cli.errors import Refusal
-
+def _run_trial(
+    study: Study,
+    run_command: RunCommand,
+    queue: TrialQueue,
+    claimed: optuna.Trial,
+    trial: PlannedTrial,
+) -> None:
+    """Train and test a trial; a failure must not stop the others."""
     try:
-        row = train_and_test(study.dataset, study.table, trial, study.folder)
+        row = train_and_test(run_command, study.dataset, study.table, trial, study.folder)
     except (Exception, Refusal) as error:
         folder = run_folder(study.folder, trial.variant, trial.seed)
-        with log_of(folder).open("a", encoding="utf-8") as file:
+        with log_path(folder).open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
-        queue.fail(claimed, reason_of(error))
+        queue.fail(claimed, error_summary(error))
     else:
-        queue.finish_with(claimed, row)
+        queue.record_result(claimed, row)
 
 
-def reason_of(error: BaseException) -> str:
-    """Return what went wrong in one line."""
-    from dg_lightning.cli.errors import one_line
-
-    said = getattr(error, "message", None) or one_line(str(error))
-    return f"{type(error).__name__}: {' '.join(said.split())}"
+def error_summary(error: BaseException) -> str:
+    """Return an error as one line."""
+    message = getattr(error, "message", None) or str(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}"
 
 
 def progress_line(
     trial: PlannedTrial, rows: Sequence[dict[str, Any]], left: int, workers: int
 ) -> str:
-    """Return what to say when a trial is done: its figures, what is left, and the best so far."""
+    """Return the progress after a trial: its result, the time left, and the best so far."""
     key = (trial.variant, trial.seed)
     row = next((row for row in rows if (row["variant"], row["seed"]) == key), None)
-    said = "was given to another worker" if row is None else _figures(row)
-    line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {said}"
+    result = "was given to another worker" if row is None else _format_result(row)
+    line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {result}"
     done = [row for row in rows if row["status"] == "complete"]
     if done and left:
         seconds = sum(row["train_seconds"] for row in done) / len(done) * left / workers
-        line += f"; about {_duration(seconds)} of training left"
+        line += f"; about {_format_duration(seconds)} of training left"
     if done:
         best = max(summarised(done), key=lambda summary: summary["accuracy_mean"])
         line += f"; best so far {best['variant']}, {best['accuracy_mean']:.2%}"
     return line
 
 
-def _figures(row: dict[str, Any]) -> str:
+def _format_result(row: dict[str, Any]) -> str:
     if row["status"] != "complete":
         return f"failed, {row['reason']}"
     share = f" at {row['macs'] / row['macs_dense']:.1%} of the MACs" if row["macs_dense"] else ""
     return f"{row['accuracy']:.2%}{share}, {row['train_seconds']:.0f} s"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
-    """Write what is known so far: results, summaries, the page, and the course of the runs."""
+    """Write the results so far: tables, summaries, metrics by epoch, and the report."""
     order = list(study.variants)
-    known = [{"dataset": study.dataset, **row} for row in queue.rows(study.planned())]
-    known.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
-    write_csv(study.folder / "results.csv", known)
-    write_csv(study.folder / "summary.csv", summarised(known), ["variant", "runs", "failed"])
-    write_text(study.folder / "summary.md", summary_markdown(study.table, known, study.notes))
+    rows = [{"dataset": study.dataset, **row} for row in queue.rows(study.planned())]
+    rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
+    write_csv(study.folder / "results.csv", rows)
+    write_csv(study.folder / "summary.csv", summarised(rows), ["variant", "runs", "failed"])
+    write_text(study.folder / "summary.md", summary_markdown(study.table, rows, study.notes))
     epochs = [
         {"variant": row["variant"], "seed": row["seed"], **epoch}
-        for row in known
+        for row in rows
         for metrics in [run_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
         if row["status"] == "complete" and metrics.exists()  # else trained on another machine
         for epoch in epoch_rows(metrics)
@@ -262,6 +271,6 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     write_text(study.folder / "study.json", f"{about}\n")
     try:
         write_report(study.folder)
-    except Exception as error:  # a page that cannot be drawn must not end the trainings
-        sys.stderr.write(f"report.html could not be written: {reason_of(error)}\n")
-    return known
+    except Exception as error:  # a broken report must not stop the study
+        sys.stderr.write(f"report.html could not be written: {error_summary(error)}\n")
+    return rows

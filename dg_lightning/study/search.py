@@ -1,4 +1,4 @@
-"""The search for settings: validation accuracy against executed MACs, and what is worth having."""
+"""Search for settings that trade validation accuracy against executed MACs."""
 
 import dataclasses
 import hashlib
@@ -15,11 +15,13 @@ from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESample
 from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
-from dg_lightning.study.findings import dominated_by, values_of, write_results
-from dg_lightning.study.runner import claim_folder, in_workers, reason_of
-from dg_lightning.study.settings import as_option, what_is_trained
-from dg_lightning.study.shared import SharedStudy, storage_in
-from dg_lightning.study.training import Stopwatch, train
+from dg_lightning.configs import config_path
+from dg_lightning.refusal import Refusal
+from dg_lightning.study.findings import count_dominating, format_params, write_results
+from dg_lightning.study.runner import claim_folder, error_summary, run_workers
+from dg_lightning.study.settings import as_option, training_inputs
+from dg_lightning.study.shared import SharedStudy, sqlite_url
+from dg_lightning.study.training import RunCommand, Stopwatch, train
 
 __all__ = ["Parameter", "Search", "run_search"]
 
@@ -28,15 +30,15 @@ _BASELINE = "baseline"
 
 @dataclass
 class Parameter:
-    """A value to be searched.
+    """A searched option.
 
     Args:
-        name: Its dotted option of `fit`, as `model.gate_lr_factor`.
+        name: Dotted option of `fit`, such as `model.gate_lr_factor`.
         low: Smallest value.
-        high: Largest value; where both are whole numbers, so are all between.
-        log: Whether to search by orders of magnitude.
-        step: Distance of the values.
-        choices: The values themselves, instead of a range.
+        high: Largest value; if both are integers, only integers are tried.
+        log: Whether to sample on a log scale.
+        step: Step between values.
+        choices: List of values, instead of a range.
     """
 
     name: str
@@ -53,21 +55,21 @@ class Parameter:
         if low is None or high is None:
             return
         if not low < high or (self.log and not low > 0):
-            least = " above 0," if self.log else ""
+            positive = " above 0," if self.log else ""
             raise ValueError(
-                f"Parameter {self.name!r} needs `low`{least} below `high`, got {low} and {high}."
+                f"Parameter {self.name!r} needs `low`{positive} below `high`, got {low} and {high}."
             )
-        whole = isinstance(low, int) and isinstance(high, int)
-        if self.step is not None and (self.log or (whole and not isinstance(self.step, int))):
+        is_integer = isinstance(low, int) and isinstance(high, int)
+        if self.step is not None and (self.log or (is_integer and not isinstance(self.step, int))):
             raise ValueError(
-                f"`step` of {self.name!r} goes with whole numbers as whole, and not with `log`; "
+                f"`step` of {self.name!r} must be an integer for integers, and excludes `log`; "
                 f"got {self.step}."
             )
 
     def suggest(self, trial: optuna.Trial) -> Any:
-        """Return the value for a trial."""
+        """Suggest a value for a trial."""
         if self.choices is not None:
-            # Lists and the like are no values to Optuna; their text is.
+            # Optuna does not accept lists and dicts as values, so use their JSON.
             texts = [json.dumps(choice) for choice in self.choices]
             return json.loads(trial.suggest_categorical(self.name, texts))
         assert self.low is not None
@@ -83,23 +85,23 @@ class Search:
     """A search for the settings of a config.
 
     Args:
-        base: The config whose values are searched: a file, or the short name of one that ships.
-        output: Folder for tables, configs and runs; an unfinished search goes on there.
-        parameters: What is searched.
-        baseline: The config that the accuracy is compared with.
-        trials: How many trainings, beside the baseline's.
-        tolerance: How far below the baseline's accuracy a cheaper net may be.
-        options: Dotted options of `fit` for all trainings, the baseline's too.
-        set: The same, after all others; for the command line.
-        sampler: What proposes settings: `tpe`, `nsga2`, `random`, or `grid`, which tries all
-            combinations of `choices`, however many `trials` say.
-        seed: Seed of the proposals and of every training.
-        dominated_by: A training is given up when so many others were more accurate and cheaper at
-            the same epoch; None lets all run to their end.
-        give_up_after: Share of the epochs before which none is given up.
-        name: Name of the search in the storage, where there are several.
-        storage: URL of a database that workers on many machines share; a file in `output` if None.
-        workers: Processes of this machine that train at the same time.
+        base: The config whose options are searched: a file, or the short name of a shipped one.
+        output: Folder for tables, configs and runs; an unfinished search is resumed.
+        parameters: The searched options.
+        baseline: The config whose accuracy is the reference.
+        trials: Number of training runs, without the baseline.
+        tolerance: How far the accuracy of a cheaper net may be below the baseline's.
+        options: Dotted options of `fit` for all runs, the baseline included.
+        set: More options, applied after all others; for the command line.
+        sampler: `tpe`, `nsga2`, `random`, or `grid`, which tries all combinations of `choices`
+            and ignores `trials`.
+        seed: Seed of the sampler and of every run.
+        dominated_by: Prune a run once this many others were more accurate and not more expensive
+            at the same epoch; None disables pruning.
+        give_up_after: Share of the epochs before which no run is pruned.
+        name: Name of the search in the storage, which may hold several.
+        storage: URL of a database shared by workers on many machines; a file in `output` if None.
+        workers: Number of training processes on this machine.
     """
 
     base: str
@@ -120,25 +122,23 @@ class Search:
 
     @property
     def fingerprint(self) -> str:
-        """Change when results would not be comparable any more."""
-        from dg_lightning.cli.configs import config_path
-
-        of_both = [
-            what_is_trained([f"--config={config_path(config)}"])
+        """Identifies comparable searches: their results can be mixed if it is equal."""
+        configs = [
+            training_inputs([f"--config={config_path(config)}"])
             for config in (self.base, self.baseline)
         ]
-        options = what_is_trained([as_option(text) for text in [*self.options, *self.set]])
-        searched = [dataclasses.asdict(parameter) for parameter in self.parameters]
-        return json.dumps([of_both, options, searched, self.seed])
+        options = training_inputs([as_option(text) for text in [*self.options, *self.set]])
+        parameters = [dataclasses.asdict(parameter) for parameter in self.parameters]
+        return json.dumps([configs, options, parameters, self.seed])
 
     @property
     def folder(self) -> Path:
-        """Where everything is written."""
+        """Output folder."""
         return Path(self.output)
 
     def study(self, salt: int = 0) -> SharedStudy:
-        """Open the search; workers with different salts propose differently."""
-        storage = self.storage or storage_in(self.folder)
+        """Open the search; the salt makes the samplers of workers differ."""
+        storage = self.storage or sqlite_url(self.folder)
         return SharedStudy(storage, self.name, self.folder / "workers", self._sampler(salt))
 
     def _sampler(self, salt: int) -> BaseSampler:
@@ -148,7 +148,7 @@ class Search:
         return TPESampler(seed=seed) if self.sampler == "tpe" else RandomSampler(seed)
 
     def grid(self) -> list[dict[str, str]]:
-        """Return all combinations of the choices, as Optuna has them."""
+        """Return all combinations of the choices, as stored by Optuna."""
         for parameter in self.parameters:
             if parameter.choices is None:
                 raise ValueError(f"`sampler: grid` needs `choices` of {parameter.name!r}.")
@@ -157,8 +157,8 @@ class Search:
         return [dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]
 
 
-class GiveUp(pl.Callback):
-    """Ends a training that others have beaten in both respects at the same epoch."""
+class DominancePruning(pl.Callback):
+    """Prunes a run that others dominated at the same epoch."""
 
     def __init__(self, search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
         self.search, self.shared, self.trial = search, shared, trial
@@ -168,29 +168,32 @@ class GiveUp(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self.curve.append(_point(trainer.callback_metrics))
+        self.curve.append(_objectives(trainer.callback_metrics))
         self.trial.set_user_attr("curve", self.curve)
-        late = len(self.curve) >= self.search.give_up_after * (trainer.max_epochs or 0)
-        if self.search.dominated_by is None or not late:
+        may_prune = len(self.curve) >= self.search.give_up_after * (trainer.max_epochs or 0)
+        if self.search.dominated_by is None or not may_prune:
             return
         curves = [t.user_attrs["curve"] for t in self.shared.trials(TrialState.COMPLETE)]
-        if dominated_by(self.curve, curves) >= self.search.dominated_by:
+        if count_dominating(self.curve, curves) >= self.search.dominated_by:
             raise optuna.TrialPruned(f"Others were better at epoch {len(self.curve)}.")
 
 
-def _point(logged: Any) -> tuple[float, float]:
-    """Return accuracy and executed MACs."""
+def _objectives(logged: Any) -> tuple[float, float]:
     for key in ("val/accuracy", "compute/macs"):
         if key not in logged:
-            raise ValueError(f"A search compares `val/accuracy` and `compute/macs`; no {key} here.")
+            raise ValueError(f"A search needs `val/accuracy` and `compute/macs`; got no {key}.")
     return float(logged["val/accuracy"]), float(logged["compute/macs"])
 
 
-def run_search(search: Search) -> bool:
-    """Train what is not done yet; write all results, the Pareto front and its configs.
+def run_search(search: Search, run_command: RunCommand) -> bool:
+    """Run the trials that are not done yet; write results, the Pareto front and its configs.
+
+    Args:
+        search: The search.
+        run_command: Runs `fit`; provided by the command line.
 
     Returns:
-        Whether the baseline and all trials went well.
+        True if the baseline and all trials succeeded.
     """
     if search.trials < 1 or search.workers < 1:
         raise ValueError("`trials` and `workers` must be at least 1.")
@@ -199,24 +202,24 @@ def run_search(search: Search) -> bool:
         raise ValueError(f"`parameters` must be different dotted options, got {names}.")
     claim_folder(search.folder, "search", "study")
     shared = search.study()
-    known = shared.trials(*TrialState)
-    asked = hashlib.sha256(search.fingerprint.encode()).hexdigest()
-    if shared.study.user_attrs.get("asked", asked) != asked:
+    trials = shared.trials(*TrialState)
+    fingerprint = hashlib.sha256(search.fingerprint.encode()).hexdigest()
+    if shared.study.user_attrs.get("asked", fingerprint) != fingerprint:
         raise ValueError(
             f"{search.folder} holds a search with other settings: give another `output`, or the "
-            "settings it was begun with."
+            "settings it was started with."
         )
-    shared.study.set_user_attr("asked", asked)
-    good = [trial for trial in known if trial.state is not TrialState.FAIL]
-    if not any(trial.user_attrs.get("kind") == _BASELINE for trial in good):
+    shared.study.set_user_attr("asked", fingerprint)
+    not_failed = [trial for trial in trials if trial.state is not TrialState.FAIL]
+    if not any(trial.user_attrs.get("kind") == _BASELINE for trial in not_failed):
         shared.enqueue({}, {"kind": _BASELINE})
     if search.sampler == "grid":
-        tried = [{**t.system_attrs.get("fixed_params", {}), **t.params} for t in known]
+        tried = [{**t.system_attrs.get("fixed_params", {}), **t.params} for t in trials]
         for settings in search.grid():
             if settings not in tried:
                 shared.enqueue(settings, {})
-        search = dataclasses.replace(search, trials=0)  # but for those that wait
-    in_workers(_work, search, search.workers)
+        search = dataclasses.replace(search, trials=0)  # only the queued ones
+    run_workers(_worker_loop, search, run_command, search.workers)
     print(write_results(search, shared))
     failed = [t for t in shared.trials(TrialState.FAIL) if "reason" in t.user_attrs]
     if failed:
@@ -224,40 +227,38 @@ def run_search(search: Search) -> bool:
     return not failed
 
 
-def _work(search: Search, index: int, parent: int | None) -> None:
+def _worker_loop(search: Search, run_command: RunCommand, index: int, parent: int | None) -> None:
     with search.study(salt=1000 * index + len(search.study().trials(*TrialState))) as shared:
         while parent is None or os.getppid() == parent:
-            _take_up_lost(shared)
+            _requeue_lost(shared)
             if len(_counted(shared)) >= search.trials and not shared.trials(TrialState.WAITING):
                 return
             trial = shared.ask()
-            with shared.beating(trial):
-                _try(search, shared, trial)
+            with shared.heartbeat(trial):
+                _run_trial(search, run_command, shared, trial)
             write_results(search, shared)
 
 
-def _take_up_lost(shared: SharedStudy) -> None:
-    """Let the settings that a worker has died with be tried again."""
-    again = {trial.user_attrs.get("again") for trial in shared.trials(*TrialState)}
+def _requeue_lost(shared: SharedStudy) -> None:
+    requeued = {trial.user_attrs.get("again") for trial in shared.trials(*TrialState)}
     for trial in shared.lost():
-        if trial.number not in again:
-            facts = {"again": trial.number}
+        if trial.number not in requeued:
+            attributes = {"again": trial.number}
             if "kind" in trial.user_attrs:
-                facts["kind"] = trial.user_attrs["kind"]
-            shared.enqueue(dict(trial.params), facts)
+                attributes["kind"] = trial.user_attrs["kind"]
+            shared.enqueue(dict(trial.params), attributes)
 
 
 def _counted(shared: SharedStudy) -> list[FrozenTrial]:
-    """Return the trials that count: done, given up, at it, waiting, or failed for a reason."""
+    """Return all trials except the baseline and lost ones."""
     lost = {trial.number for trial in shared.lost()}
-    every = shared.trials(*TrialState)
-    return [t for t in every if t.number not in lost and t.user_attrs.get("kind") != _BASELINE]
+    trials = shared.trials(*TrialState)
+    return [t for t in trials if t.number not in lost and t.user_attrs.get("kind") != _BASELINE]
 
 
-def _try(search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
-    from dg_lightning.cli.configs import config_path
-    from dg_lightning.cli.errors import Refusal
-
+def _run_trial(
+    search: Search, run_command: RunCommand, shared: SharedStudy, trial: optuna.Trial
+) -> None:
     is_baseline = trial.user_attrs.get("kind") == _BASELINE
     try:
         config = config_path(search.baseline if is_baseline else search.base)
@@ -269,30 +270,30 @@ def _try(search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
             *map(as_option, search.set),
             f"--seed_everything={search.seed}",
         ]
-        rule = dataclasses.replace(search, dominated_by=None) if is_baseline else search
-        watch, giving_up = Stopwatch(), GiveUp(rule, shared, trial)
+        pruning_rule = dataclasses.replace(search, dominated_by=None) if is_baseline else search
+        stopwatch, pruning = Stopwatch(), DominancePruning(pruning_rule, shared, trial)
         folder = search.folder / "runs" / "trials" / f"trial_{trial.number}"
-        cli, _ = train(arguments, folder, [watch, giving_up], test=False)
+        cli, _ = train(run_command, arguments, folder, [stopwatch, pruning], test=False)
     except optuna.TrialPruned as reason:
-        shared.give_up(trial, str(reason))
-    except (Exception, Refusal) as error:  # one trial must not stop the rest
-        shared.fail(trial, reason_of(error))
+        shared.prune(trial, str(reason))
+    except (Exception, Refusal) as error:  # a failure must not stop the others
+        shared.fail(trial, error_summary(error))
     else:
-        point = list(_point(cli.trainer.callback_metrics))
+        objectives = list(_objectives(cli.trainer.callback_metrics))
         config = (folder / "config.yaml").read_text(encoding="utf-8")
-        shared.finish(trial, point, train_seconds=watch.seconds, config=config)
-    print(_line(search, shared, trial), flush=True)
+        shared.finish(trial, objectives, train_seconds=stopwatch.seconds, config=config)
+    print(_progress_line(search, shared, trial), flush=True)
 
 
-def _line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> str:
+def _progress_line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> str:
     frozen = shared.study.get_trials(deepcopy=False)[trial.number]
-    name = _BASELINE if frozen.user_attrs.get("kind") else ", ".join(values_of(frozen))
+    name = _BASELINE if frozen.user_attrs.get("kind") else ", ".join(format_params(frozen))
     if frozen.state is TrialState.COMPLETE:
-        said = f"{frozen.values[0]:.2%} at {frozen.values[1]:,.0f} MACs"
+        result = f"{frozen.values[0]:.2%} at {frozen.values[1]:,.0f} MACs"
     elif "given_up" in frozen.user_attrs:
-        said = frozen.user_attrs["given_up"]
+        result = frozen.user_attrs["given_up"]
     else:
-        said = f"failed, {frozen.user_attrs.get('reason', 'was given to another worker')}"
+        result = f"failed, {frozen.user_attrs.get('reason', 'was given to another worker')}"
     done = [t for t in _counted(shared) if t.state.is_finished()]
     total = max(search.trials, len(_counted(shared)))
-    return f"[{len(done)}/{total}] {name}: {said}"
+    return f"[{len(done)}/{total}] {name}: {result}"

@@ -1,4 +1,4 @@
-"""An Optuna study that workers on one or many machines share, and that survives their deaths."""
+"""An Optuna study shared by workers on one or many machines, any of which may die."""
 
 import random
 import threading
@@ -20,30 +20,30 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
-__all__ = ["SharedStudy", "storage_in"]
+__all__ = ["SharedStudy", "sqlite_url"]
 
-_HEARTBEAT = 10  # seconds from one sign of life to the next
-_GRACE = 60  # seconds without one, after which a trial is lost
-_SQLITE_WAIT = 60  # seconds that a worker waits for another one's transaction
-_TRIES = 5  # to open a database, and to record what a long training has given
+_HEARTBEAT = 10  # seconds between heartbeats
+_GRACE = 60  # seconds without a heartbeat until a trial is lost
+_SQLITE_WAIT = 60  # seconds to wait for the transaction of another worker
+_MAX_ATTEMPTS = 5  # to open the database, and to record a result
 
 
-def storage_in(folder: Path) -> str:
-    """Return the URL of the database that needs no server: a file."""
+def sqlite_url(folder: Path) -> str:
+    """Return the URL of an SQLite database in the folder."""
     return f"sqlite:///{folder / 'study.db'}"
 
 
 class SharedStudy:
-    """Accuracy up, MACs down, in a database; with signs of life of those who are at a trial.
+    """A study in a database that maximizes accuracy and minimizes MACs.
 
-    Used as a context, it is one worker.
+    As a context manager, it represents one worker.
 
     Args:
         storage: URL of the database.
         name: Name of the study in it.
-        folder: Where workers of this machine leave their locks, which tell at once who is alive;
-            of workers elsewhere only heartbeats tell.
-        sampler: What proposes the settings of new trials.
+        folder: Folder for the lock files of workers on this machine, which show at once whether
+            they are alive; workers on other machines only have heartbeats.
+        sampler: Sampler of the settings of new trials.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class SharedStudy:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         is_file = storage.startswith("sqlite")
-        options: dict[str, Any] = {"pool_pre_ping": True}  # a connection may have been dropped
+        options: dict[str, Any] = {"pool_pre_ping": True}  # connections may have been dropped
         if is_file:
             options["connect_args"] = {"timeout": _SQLITE_WAIT}
-        with FileLock(folder / "create.lock"), _quiet():
-            self.storage = _opened(storage, options)
+        with FileLock(folder / "create.lock"), _suppress_warnings():
+            self.storage = _open_storage(storage, options)
             if is_file:
-                _one_writer_at_a_time(self.storage.engine)
+                _serialize_transactions(self.storage.engine)
             self.study = optuna.create_study(
                 storage=self.storage,
                 study_name=name,
@@ -68,7 +68,7 @@ class SharedStudy:
                 load_if_exists=True,
             )
         self.worker = uuid.uuid4().hex
-        self._alive = FileLock(self._lock_of(self.worker))
+        self._alive = FileLock(self._lock_path(self.worker))
 
     def __enter__(self) -> Self:
         self._alive.acquire()
@@ -76,32 +76,32 @@ class SharedStudy:
 
     def __exit__(self, *error: object) -> None:
         self._alive.release()
-        self._lock_of(self.worker).unlink(missing_ok=True)
+        self._lock_path(self.worker).unlink(missing_ok=True)
 
-    def _lock_of(self, worker: str) -> Path:
+    def _lock_path(self, worker: str) -> Path:
         return self.folder / f"{worker}.lock"
 
-    def enqueue(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Let a trial with these settings wait for a worker."""
-        with _quiet():
-            self.study.enqueue_trial(settings, user_attrs=facts)
+    def enqueue(self, settings: dict[str, Any], attributes: dict[str, Any]) -> None:
+        """Queue a trial with these settings."""
+        with _suppress_warnings():
+            self.study.enqueue_trial(settings, user_attrs=attributes)
 
     def ask(self) -> optuna.Trial:
-        """Return a trial for this worker: the next that waits, or else a new one."""
-        with _quiet():
-            return self._taken(self.study.ask())
+        """Start the next waiting trial, or a new one if none is waiting."""
+        with _suppress_warnings():
+            return self._mark_started(self.study.ask())
 
-    def take(self, waiting: FrozenTrial) -> optuna.Trial | None:
-        """Return a trial that waits for this worker, or None where another was faster."""
-        number = self._id(waiting.number)
+    def start(self, waiting: FrozenTrial) -> optuna.Trial | None:
+        """Start a waiting trial; return None if another worker was faster."""
+        trial_id = self._id(waiting.number)
         try:
-            if not self.storage.set_trial_state_values(number, TrialState.RUNNING):
+            if not self.storage.set_trial_state_values(trial_id, TrialState.RUNNING):
                 return None
         except UpdateFinishedTrialError:
             return None
-        return self._taken(optuna.Trial(self.study, number))
+        return self._mark_started(optuna.Trial(self.study, trial_id))
 
-    def _taken(self, trial: optuna.Trial) -> optuna.Trial:
+    def _mark_started(self, trial: optuna.Trial) -> optuna.Trial:
         self.storage.record_heartbeat(self._id(trial.number))
         trial.set_user_attr("worker", self.worker)
         return trial
@@ -111,39 +111,39 @@ class SharedStudy:
         return self.storage.get_trial_id_from_study_id_trial_number(study, number)
 
     @contextmanager
-    def beating(self, trial: optuna.Trial) -> Iterator[None]:
-        """Give signs of life for a trial, and put it back where it is interrupted."""
-        number = self._id(trial.number)
+    def heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
+        """Record heartbeats of a trial in the background; release it if interrupted."""
+        trial_id = self._id(trial.number)
         done = threading.Event()
 
         def beat() -> None:
             while not done.wait(_HEARTBEAT):
-                with suppress(SQLAlchemyError, StorageInternalError):  # the next may get through
-                    self.storage.record_heartbeat(number)
+                with suppress(SQLAlchemyError, StorageInternalError):  # the next one may succeed
+                    self.storage.record_heartbeat(trial_id)
 
-        heart = threading.Thread(target=beat, daemon=True)
-        heart.start()
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
         try:
             yield
-        except BaseException:  # Ctrl-C, or an end from outside: somebody else may take it
+        except BaseException:  # such as Ctrl-C: let another worker take it
             self._record(lambda: self.study.tell(trial, state=TrialState.FAIL))
             raise
         finally:
             done.set()
-            heart.join()
+            thread.join()
 
-    def finish(self, trial: optuna.Trial, values: list[float], **facts: Any) -> None:
-        """Record what a trial has given."""
+    def finish(self, trial: optuna.Trial, values: list[float], **attributes: Any) -> None:
+        """Record the result of a trial."""
 
         def record() -> None:
-            for name, fact in facts.items():
-                trial.set_user_attr(name, fact)
+            for name, value in attributes.items():
+                trial.set_user_attr(name, value)
             self.study.tell(trial, values)
 
         self._record(record)
 
     def fail(self, trial: optuna.Trial, reason: str) -> None:
-        """Record why a trial could not be done."""
+        """Record why a trial failed."""
 
         def record() -> None:
             trial.set_user_attr("reason", reason)
@@ -151,8 +151,8 @@ class SharedStudy:
 
         self._record(record)
 
-    def give_up(self, trial: optuna.Trial, reason: str) -> None:
-        """Record why a trial is not worth being ended."""
+    def prune(self, trial: optuna.Trial, reason: str) -> None:
+        """Record why a trial was pruned."""
 
         def record() -> None:
             trial.set_user_attr("given_up", reason)
@@ -161,21 +161,21 @@ class SharedStudy:
         self._record(record)
 
     def _record(self, record: Callable[[], object]) -> None:
-        """Write the end of a trial, unless it was given to somebody else; insist on it."""
-        for left in reversed(range(_TRIES)):
+        """Record the end of a trial, with retries, unless another worker has taken it over."""
+        for left in reversed(range(_MAX_ATTEMPTS)):
             try:
-                with suppress(UpdateFinishedTrialError):  # as after a machine has slept
+                with suppress(UpdateFinishedTrialError):  # such as after the machine was suspended
                     record()
                 return
             except (SQLAlchemyError, StorageInternalError):
                 if not left:
                     raise
-                time.sleep(_HEARTBEAT / _TRIES)
+                time.sleep(_HEARTBEAT / _MAX_ATTEMPTS)
 
     def lost(self) -> list[FrozenTrial]:
-        """Return the trials whose workers have died, or were interrupted; they run no more."""
+        """Return the trials whose workers died or were interrupted, and mark them as failed."""
         study = self.storage.get_study_id_from_name(self.study.study_name)
-        # What `optuna.storages.fail_stale_trials` asks; that one ends trials of living workers.
+        # Not `optuna.storages.fail_stale_trials`, which also fails trials of live workers.
         stale = set(self.storage._get_stale_trial_ids(study))
         for trial in self.trials(TrialState.RUNNING):
             if self._is_dead(trial, self._id(trial.number) in stale):
@@ -185,11 +185,11 @@ class SharedStudy:
         return [trial for trial in failed if "reason" not in trial.user_attrs]
 
     def _is_dead(self, trial: FrozenTrial, is_stale: bool) -> bool:
-        """Tell whether the worker of a trial is dead: by its lock if it is of this machine."""
+        """Return True if the worker of a trial is dead, by its lock file if on this machine."""
         worker, start = trial.user_attrs.get("worker"), trial.datetime_start
-        if worker is None:  # died before its first sign of life
+        if worker is None:  # died before its first heartbeat
             return start is not None and datetime.now() - start > timedelta(seconds=_GRACE)
-        path = self._lock_of(worker)
+        path = self._lock_path(worker)
         if worker == self.worker:
             return False
         if not path.exists():
@@ -201,17 +201,17 @@ class SharedStudy:
             return False
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        """Return the trials in these states, in the order of their numbers."""
+        """Return the trials in these states, ordered by number."""
         return self.study.get_trials(deepcopy=False, states=states)
 
 
-def _opened(url: str, options: dict[str, Any]) -> RDBStorage:
-    """Open a database, and make its tables where there are none.
+def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
+    """Open a database, and create its tables if needed.
 
-    Workers on several machines may do so at once. All but one of them find that a table, a type or
-    a row has appeared meanwhile, and try again.
+    If workers on several machines do so at once, all but one fail because a table, type or row
+    already exists, and try again.
     """
-    for left in reversed(range(_TRIES)):
+    for left in reversed(range(_MAX_ATTEMPTS)):
         try:
             return RDBStorage(url, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE)
         except (SQLAlchemyError, ImportError, StorageInternalError) as error:
@@ -221,33 +221,33 @@ def _opened(url: str, options: dict[str, Any]) -> RDBStorage:
                 continue
             raise ValueError(
                 f"`storage` must be the URL of a database that can be reached, whose driver is "
-                f"installed, as postgresql+psycopg://user@host/name, got {url!r}: "
+                f"installed, such as postgresql+psycopg://user@host/name, got {url!r}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
     raise AssertionError("unreachable: the last try returns or raises")
 
 
-def _one_writer_at_a_time(engine: Engine) -> None:
-    """Let what SQLite reads and then writes be one transaction.
+def _serialize_transactions(engine: Engine) -> None:
+    """Make SQLite read and write in a single transaction.
 
-    Python's driver begins a transaction with the first write. Two workers that look for a waiting
-    trial would both find the same one, and both take it.
+    Python's driver begins a transaction at the first write, so two workers could read the same
+    waiting trial and both start it.
     """
 
     @event.listens_for(engine, "connect")
-    def _leave_transactions_to_us(connection: Any, _: Any) -> None:
+    def _disable_implicit_transactions(connection: Any, _: Any) -> None:
         connection.isolation_level = None
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    engine.dispose()  # connections that were made before
+    engine.dispose()  # drop earlier connections
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out Optuna's remarks on heartbeats: that they may change, and are for `optimize`."""
+def _suppress_warnings() -> Iterator[None]:
+    """Suppress Optuna's warnings that heartbeats are experimental and meant for `optimize`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         warnings.filterwarnings("ignore", "Heartbeat of storage")

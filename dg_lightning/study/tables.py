@@ -1,4 +1,4 @@
-"""The tables of a study: a row a run, mean and spread of a variant, and all beside the paper."""
+"""Tables of a study: one row per run, mean and deviation per variant, and the paper's values."""
 
 import csv
 import math
@@ -46,25 +46,25 @@ Row = Mapping[str, Any]
 
 
 def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
-    """Write rows as CSV: the known columns first, then what else they have."""
-    more = dict.fromkeys(key for row in rows for key in row if key not in columns)
+    """Write rows as CSV: the given columns first, then any others."""
+    extra = dict.fromkeys(key for row in rows for key in row if key not in columns)
     with (
         replacing(path) as unfinished,
         unfinished.open("w", newline="", encoding="utf-8") as file,
     ):
-        writer = csv.DictWriter(file, [*columns, *more], restval="")
+        writer = csv.DictWriter(file, [*columns, *extra], restval="")
         writer.writeheader()
         writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return mean and standard deviation of every figure, a row a variant, in order of appearance.
+    """Return mean and standard deviation of every metric, one row per variant, in given order.
 
     >>> rows = [{"variant": "a", "status": "complete", "accuracy": x} for x in (0.5, 0.7)]
     >>> [(r["variant"], r["runs"], round(r["accuracy_mean"], 3)) for r in summarised(rows)]
     [('a', 2, 0.6)]
     """
-    found = []
+    summaries = []
     for name in dict.fromkeys(row["variant"] for row in rows):
         done = [r for r in rows if r["variant"] == name and r["status"] == "complete"]
         failed = [r for r in rows if r["variant"] == name and r["status"] != "complete"]
@@ -74,16 +74,16 @@ def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
             if values:
                 summary[f"{key}_mean"] = statistics.fmean(values)
                 summary[f"{key}_std"] = statistics.stdev(values) if len(values) > 1 else None
-        found.append(summary)
-    return found
+        summaries.append(summary)
+    return summaries
 
 
 def paired_difference(
     rows: Sequence[Row], variant: str, reference: str = "baseline", key: str = "accuracy"
 ) -> tuple[float, float | None, int] | None:
-    """Return mean and standard error of a variant's lead over a reference, and over how many seeds.
+    """Return mean and standard error of a variant's lead over a reference, and number of seeds.
 
-    Seeds that both have are compared one by one, which takes out what they share: split and order.
+    Differences of equal seeds are taken, which removes what they share: split and order.
 
     >>> rows = [{"variant": v, "seed": s, "status": "complete", "accuracy": a + 0.1 * s}
     ...         for v, a in (("baseline", 0.5), ("rigl", 0.52)) for s in (0, 1)]
@@ -92,9 +92,9 @@ def paired_difference(
     (0.02, 0.0, 2)
     """
     done = [row for row in rows if row["status"] == "complete"]
-    theirs = {row["seed"]: row[key] for row in done if row["variant"] == reference}
-    own = {row["seed"]: row[key] for row in done if row["variant"] == variant}
-    differences = [own[seed] - theirs[seed] for seed in own.keys() & theirs.keys()]
+    references = {row["seed"]: row[key] for row in done if row["variant"] == reference}
+    values = {row["seed"]: row[key] for row in done if row["variant"] == variant}
+    differences = [values[s] - references[s] for s in values.keys() & references.keys()]
     if not differences or variant == reference:
         return None
     count = len(differences)
@@ -103,13 +103,13 @@ def paired_difference(
 
 
 def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None) -> str:
-    """Return the tables of a study as Markdown: accuracy, compute, and what to know about them."""
+    """Return the tables of a study as Markdown: accuracy, compute, and notes."""
     source = published(dataset)
     summaries = summarised(rows)
     parts = [
         f"# {dataset}",
         *([notes.strip()] if notes else []),
-        *([trained] if (trained := how_trained(rows)) else []),
+        *([trained] if (trained := describe_training(rows)) else []),
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
         "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
         "is used once a run, for what the config's own checkpoint rule has kept.",
@@ -143,15 +143,15 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         lines = [f"- {row['variant']}, seed {row['seed']}: {row['reason']}" for row in failed]
         parts += ["Failed:", "\n".join(lines)]
     devices = sorted({str(row["device"]) for row in rows if row.get("device")})
-    parts.append(f"Made with {libraries()}, on {' and '.join(devices) or 'nothing yet'}.")
+    parts.append(f"Made with {library_versions()}, on {' and '.join(devices) or 'nothing yet'}.")
     return "\n\n".join(parts) + "\n"
 
 
-def how_trained(rows: Sequence[Row]) -> str:
-    """Say how the variants were trained, by what ran.
+def describe_training(rows: Sequence[Row]) -> str:
+    """Describe how the variants were trained, from their rows.
 
     >>> rows = [{"variant": v, "training": "3 epochs, SGD 0.1"} for v in ("baseline", "rigl")]
-    >>> how_trained(rows)
+    >>> describe_training(rows)
     'All were trained alike: 3 epochs, SGD 0.1.'
     """
     variants: dict[str, dict[str, None]] = {}
@@ -163,8 +163,8 @@ def how_trained(rows: Sequence[Row]) -> str:
     return " ".join(f"{', '.join(names)}: {training}." for training, names in variants.items())
 
 
-def libraries() -> str:
-    """Return the versions that a result depends on."""
+def library_versions() -> str:
+    """Return the versions of the libraries that affect results."""
     return ", ".join(f"{name} {version}" for name, version in versions(["optuna"]).items())
 
 
@@ -174,8 +174,8 @@ def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
         f"`{summary['variant']}`",
         str(summary["runs"]) + (f" ({summary['failed']} failed)" if summary["failed"] else ""),
         _percent(summary, "accuracy"),
-        "" if lead is None else _points(lead[0], lead[1]),
-        _plain_percent(paper.get("accuracy")),
+        "" if lead is None else _format_points(lead[0], lead[1]),
+        _format_percent(paper.get("accuracy")),
         _percent(summary, "macro_f1"),
         _percent(summary, "micro_f1"),
         _percent(summary, "best_val_accuracy"),
@@ -185,7 +185,7 @@ def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
 
 def _compute_cells(summary: Row, paper: Row) -> list[str]:
     by_relmac, by_rule = (
-        _plain_percent(None if summary.get(key) is None else 1 - summary[key])
+        _format_percent(None if summary.get(key) is None else 1 - summary[key])
         for key in ("relmac_paper_mean", "relmac_table_rule_mean")
     )
     return [
@@ -195,8 +195,8 @@ def _compute_cells(summary: Row, paper: Row) -> list[str]:
         _percent(summary, "macs_reduction"),
         by_relmac,
         by_rule,
-        _plain_percent(paper.get("macs_reduction")),
-        _plain_percent(paper.get("script_macs_reduction")),
+        _format_percent(paper.get("macs_reduction")),
+        _format_percent(paper.get("script_macs_reduction")),
         _number(summary, "params", ",.0f"),
         _number(summary, "params_needed", ",.0f"),
     ]
@@ -214,11 +214,11 @@ def _percent(summary: Row, key: str) -> str:
     return f"{mean:.2%}" + ("" if spread is None else f" ± {100 * spread:.2f}")
 
 
-def _points(mean: float, error: float | None) -> str:
+def _format_points(mean: float, error: float | None) -> str:
     return f"{100 * mean:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
-def _plain_percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 

@@ -1,27 +1,31 @@
-"""One trial: train as `fit` does, test once, and return its row."""
+"""Training and test of one trial."""
 
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from dg_lightning.compute import needed_parameters
-from dg_lightning.compute_report import ComputeReport
+from dg_lightning.compute.macs import needed_parameters
+from dg_lightning.compute.report import ComputeReport
 from dg_lightning.study.published import published, relative_macs_by_rule
 from dg_lightning.study.settings import PlannedTrial
 
-__all__ = ["Stopwatch", "log_of", "run_folder", "train", "train_and_test"]
+__all__ = ["RunCommand", "Stopwatch", "log_path", "run_folder", "train", "train_and_test"]
+
+# Runs `fit` with arguments and extra callbacks; returns an object with trainer, model and
+# datamodule. Provided by the command line.
+RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
 
 
 class Stopwatch(pl.Callback):
-    """Takes the time of a training, and its validation accuracies, epoch by epoch."""
+    """Measures training time, and records the validation accuracy of every epoch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -44,29 +48,31 @@ class Stopwatch(pl.Callback):
         self.seconds = time.perf_counter() - self._start
 
 
-def log_of(folder: Path) -> Path:
-    """Return where a run's warnings, and the reason of its failure, are."""
+def log_path(folder: Path) -> Path:
+    """Return the log file of a run, which holds its output and traceback."""
     return folder.with_name(f"{folder.name}.log")
 
 
 def run_folder(output: Path, variant: str, seed: int) -> Path:
-    """Return where a trial leaves its config, metrics and checkpoint."""
+    """Return the folder of a trial's config, metrics and checkpoint."""
     return output / "runs" / variant / f"seed_{seed}"
 
 
 def train(
-    arguments: Sequence[str], folder: Path, callbacks: Sequence[pl.Callback], test: bool
+    run_command: RunCommand,
+    arguments: Sequence[str],
+    folder: Path,
+    callbacks: Sequence[pl.Callback],
+    test: bool,
 ) -> tuple[Any, Mapping[str, float]]:
-    """Run `fit` in this process, and `test` on what its own checkpoint rule has kept.
+    """Run `fit` in this process, and `test` on the checkpoint that it kept.
 
-    What is printed goes into a file beside the run's folder.
+    Output goes to a log file beside the run's folder.
 
     Returns:
-        The command line's parts (trainer, model, data), and what the test has logged.
+        The CLI object (trainer, model, datamodule), and the logged test metrics.
     """
-    from dg_lightning.cli.program import run_command
-
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = [
         f"--trainer.default_root_dir={folder}",
@@ -79,10 +85,10 @@ def train(
     ]
     logged: Mapping[str, float] = {}
     with (
-        log_of(folder).open("w", encoding="utf-8") as log,
+        log_path(folder).open("w", encoding="utf-8") as log,
         redirect_stdout(log),
         redirect_stderr(log),
-        _without_notes(),
+        _suppress_info_logs(),
     ):
         cli = run_command(["fit", *arguments, *options], callbacks)
         if test:
@@ -94,8 +100,7 @@ def train(
 
 
 @contextmanager
-def _without_notes() -> Iterator[None]:
-    """Leave out what Lightning tells on the terminal, but for warnings."""
+def _suppress_info_logs() -> Iterator[None]:
     logging.disable(logging.INFO)
     try:
         yield
@@ -103,28 +108,31 @@ def _without_notes() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def train_and_test(dataset: str, table: str, trial: PlannedTrial, output: Path) -> dict[str, Any]:
+def train_and_test(
+    run_command: RunCommand, dataset: str, table: str, trial: PlannedTrial, output: Path
+) -> dict[str, Any]:
     """Train a trial, test it once, and return its row.
 
     Args:
+        run_command: Runs `fit`.
         dataset: Name of the dataset.
-        table: Name of the published table, whose rule of counting is applied too.
+        table: Name of the published table, whose rule for counting MACs is applied too.
         trial: The trial.
         output: Folder of the study.
     """
     stopwatch = Stopwatch()
     folder = run_folder(output, trial.variant, trial.seed)
-    cli, logged = train(trial.arguments, folder, [stopwatch], test=True)
+    cli, logged = train(run_command, trial.arguments, folder, [stopwatch], test=True)
     rule = published(table)["rule"]
     return {"dataset": dataset, **_row(rule, trial, cli, logged, stopwatch)}
 
 
 def _row(
-    rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], watch: Stopwatch
+    rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], timer: Stopwatch
 ) -> dict[str, Any]:
     if "test/accuracy" not in logged:
         raise ValueError(
-            f"The model of {trial.name} logs no `test/accuracy`, which is what a study compares; "
+            f"The model of {trial.name} does not log `test/accuracy`, which a study compares; "
             f"it logs {', '.join(logged)}."
         )
     row = {
@@ -132,17 +140,17 @@ def _row(
         "seed": trial.seed,
         "accuracy": logged["test/accuracy"],
         "macro_f1": logged.get("test/macro_f1"),
-        "micro_f1": logged["test/accuracy"],  # the same where every sample has one label
-        "val_accuracy": watch.accuracies[-1] if watch.accuracies else None,
-        "best_val_accuracy": max(watch.accuracies, default=None),
-        "train_seconds": watch.seconds,
+        "micro_f1": logged["test/accuracy"],  # equal for single-label classification
+        "val_accuracy": timer.accuracies[-1] if timer.accuracies else None,
+        "best_val_accuracy": max(timer.accuracies, default=None),
+        "train_seconds": timer.seconds,
         "epochs": cli.trainer.current_epoch,
-        "training": _training(cli),
+        "training": _describe_training(cli),
         "params": sum(p.numel() for p in cli.model.parameters()),
         "device": cli.trainer.strategy.root_device.type,
     }
     report: ComputeReport | None = getattr(cli.model, "compute_report", None)
-    if report is None:  # somebody's own module
+    if report is None:  # a user's own module
         macs, dense = logged.get("compute/macs"), logged.get("compute/macs_dense")
         row |= {"macs": macs or 0.0, "macs_dense": dense}
         return row
@@ -161,8 +169,8 @@ def _row(
     }
 
 
-def _training(cli: Any) -> str:
-    """Say how long and with what a trial was trained, by what ran."""
+def _describe_training(cli: Any) -> str:
+    """Describe epochs, batch size, optimizers and schedulers of a finished run."""
     epochs = cli.trainer.current_epoch
     parts = [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if size := getattr(cli.datamodule, "batch_size", None):

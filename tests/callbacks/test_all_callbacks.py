@@ -22,7 +22,7 @@ import dg_lightning.callbacks
 from dg_lightning import DynamicGate, GatedLinear, StaticGate, SwitchMoE, gate_layers
 from dg_lightning.callbacks import MinimumActivity, TemperatureAnnealing, ThresholdPhases
 from dg_lightning.datamodules import DigitsDataModule
-from dg_lightning.schedules import Clock, Schedule
+from dg_lightning.schedules.schedule import Clock, Schedule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gate collapse"),
@@ -177,6 +177,7 @@ def test_a_module_without_gates_is_refused_where_gates_are_needed(
         trainer.fit(model, data())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pressing", ["GatePenalty", "BudgetController"])
 @pytest.mark.parametrize(("every", "accumulate"), [(5, 1), (7, 1), (17, 1), (11, 2)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(
@@ -308,6 +309,7 @@ def test_all_of_them_together_with_early_stopping_and_a_learning_rate_scheduler(
     assert trainer.current_epoch < 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pressing", ["GatePenalty", "BudgetController"])
 def test_a_compiled_net_trains_as_the_plain_one(pressing: str, tmp_path: Path) -> None:
     ends = []
@@ -356,6 +358,7 @@ def test_all_of_them_run_in_a_pytorch_lightning_trainer(tmp_path: Path) -> None:
         assert trainer.global_step == 10
 
 
+@pytest.mark.slow
 def test_two_processes_decide_the_same(
     in_two_processes: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
@@ -378,6 +381,7 @@ for pressing in ("GatePenalty", "BudgetController"):
     assert len(saved["random_generators"]) == 2
 
 
+@pytest.mark.slow
 def test_stopping_is_decided_jointly(
     in_two_processes: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def fitted(
     return model, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pi", "dual"])
 @pytest.mark.parametrize("budget", [0.5, 0.15])
 def test_static_gates_use_the_budget_and_not_more(
@@ -58,6 +59,14 @@ def test_gate_nets_pay_for_their_decisions(tmp_path: Path) -> None:
     assert report is not None
     assert report.gate_macs > 0.1 * report.macs_dense
     assert report.macs / report.macs_dense == pytest.approx(0.6, abs=0.06)
+
+
+def test_what_is_used_is_monitored_as_it_was_last_measured(tmp_path: Path) -> None:
+    controller = BudgetController(0.5, every_n_steps=7)  # steps that are not logged
+    _, trainer = fitted([controller], tmp_path, epochs=2)
+    assert trainer.callback_metrics["gates/budget_used"].item() == pytest.approx(
+        controller._used[""].item(), rel=1e-6
+    )
 
 
 def test_open_rates_per_group_of_gates(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from dg_lightning.callbacks import (
     MinimumActivity,
     ThresholdPhases,
 )
-from dg_lightning.collapse import MODES
+from dg_lightning.collapse.diagnosis import MODES
 from dg_lightning.datamodules import DigitsDataModule
-from dg_lightning.schedules import Phase, Schedule
+from dg_lightning.schedules.schedule import Phase, Schedule
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gate collapse"),
@@ -154,6 +154,7 @@ def test_every_mode_is_provoked_here() -> None:
     assert set(PROVOKED) == set(MODES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", PROVOKED)
 def test_names_what_was_provoked_and_nothing_before_it(mode: str, tmp_path: Path) -> None:
     setting = dict(PROVOKED[mode])
@@ -175,6 +176,7 @@ def test_a_verdict_has_mode_layer_evidence_cause_and_remedy_in_one_line(tmp_path
         assert part in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "callbacks"),
     [

@@ -170,7 +170,7 @@ def test_a_test_has_files_of_its_own_and_leaves_the_history_alone(tmp_path: Path
     model = classifier()
     trainer.fit(model, DigitsDataModule(batch_size=64))
     trainer.test(model, DigitsDataModule(batch_size=64), verbose=False)
-    assert len(monitor.history.looks) == 1
+    assert len(monitor.history.entries) == 1
     assert len(rows(tmp_path / "gates" / "layers.csv")) == 2
     assert len(rows(tmp_path / "gates_test" / "layers.csv")) == 2
     assert f"gates/open_rate_g/{FIRST}" in trainer.callback_metrics
@@ -197,7 +197,7 @@ def test_files_can_be_left_out_and_a_sanity_check_is_no_look(tmp_path: Path) -> 
         classifier(), DigitsDataModule(batch_size=64)
     )
     assert not (tmp_path / "gates").exists()
-    assert len(monitor.history.looks) == 1
+    assert len(monitor.history.entries) == 1
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_gate_that_takes_no_part_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_looks_between_two_optimizer_steps_are_looks_of_their_own(tmp_path: Path) -> None:
-    from dg_lightning.report.run import read_run
+    from dg_lightning.monitoring.report.run import read_run
 
     trainer_for(
         tmp_path, GateMonitor(), max_epochs=1, accumulate_grad_batches=6, val_check_interval=2
@@ -306,11 +306,11 @@ def test_two_monitors_are_refused(tmp_path: Path) -> None:
 def test_the_files_of_a_long_training_are_thinned_and_end_with_the_last_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dg_lightning.report.run import read_run
+    from dg_lightning.monitoring.report.run import read_run
 
     monitor = GateMonitor()
-    monitor.history.most = 4
-    monkeypatch.setattr(GateMonitor, "_start_anew", lambda self: None)
+    monitor.history.max_entries = 4
+    monkeypatch.setattr(GateMonitor, "_reset", lambda self: None)
     trainer_for(tmp_path, monitor, max_epochs=8, limit_train_batches=2).fit(
         classifier(), DigitsDataModule(batch_size=64)
     )
@@ -326,7 +326,7 @@ def test_pictures_come_in_intervals_whenever_validations_do(
     def send(self: Any, trainer: Any) -> None:
         sent.append(trainer.current_epoch)
 
-    monkeypatch.setattr(GateMonitor, "_send", send)
+    monkeypatch.setattr(GateMonitor, "_send_media", send)
     data = DigitsDataModule(batch_size=64)
     trainer_for(
         tmp_path, GateMonitor(every_n_epochs=3), max_epochs=12, check_val_every_n_epoch=2,
@@ -341,12 +341,12 @@ def test_pictures_come_in_intervals_whenever_validations_do(
 
 
 def test_a_router_in_training_counts_what_it_would_choose() -> None:
-    from dg_lightning.gate_activity import GateActivity
-    from dg_lightning.switch_moe import SwitchMoE
+    from dg_lightning.layers.switch_moe import SwitchMoE
+    from dg_lightning.monitoring.activity import GateActivity
 
     torch.manual_seed(0)
     moe = SwitchMoE(8, 2, width=4, experts=4, expert_width=4, capacity_factor=0.3)
     moe(torch.randn(64, 8))
     activity = GateActivity(gate_layers(moe))
     activity.update(64, training=True)
-    assert activity.looks()[0].g.sum().item() == pytest.approx(1.0)  # one expert a sample
+    assert activity.snapshots()[0].g.sum().item() == pytest.approx(1.0)  # one expert a sample

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedLinear, gate_layers
+from dg_lightning.budget.penalty import mean_rates
 from dg_lightning.callbacks import GatePenalty
-from dg_lightning.penalties import mean_rates
-from dg_lightning.schedules import Schedule
-from dg_lightning.slots import slots_of
+from dg_lightning.gates.state import shared_state
+from dg_lightning.schedules.schedule import Schedule
 
 
 def test_logs_the_usage_and_lets_go_of_the_graph() -> None:
@@ -144,10 +144,10 @@ def test_phases_and_rescues_scale_the_gradient_on_their_gates() -> None:
 
     class Factor(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            gates = list(callback.pressure.gates.values())
-            slots_of(trainer, gates[0]).phase_factor = 0.0
-            slots_of(trainer, gates[1]).phase_factor = 2.0
-            slots_of(trainer, gates[1]).rescue_factor = 0.25
+            gates = list(callback.term.gates.values())
+            shared_state(trainer, gates[0]).phase_factor = 0.0
+            shared_state(trainer, gates[1]).phase_factor = 2.0
+            shared_state(trainer, gates[1]).rescue_factor = 0.25
 
     model = Foreign()
     trainer = trainer_for(callbacks=[callback, Factor()])

@@ -65,6 +65,7 @@ def test_mixed_precision_with_and_without_a_loss_scaler(
         torch.testing.assert_close(model.grads[name], grad, msg=name, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_batch(
     in_two_processes: Callable[[str], list[Any]],
 ) -> None:

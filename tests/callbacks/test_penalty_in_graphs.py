@@ -18,7 +18,7 @@ from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, gate_layers
 from dg_lightning.callbacks import BudgetController, GatePenalty
 
 WEIGHT = 0.7
-each_policy = pytest.mark.parametrize("policy", ["threshold", "soft"])  # at the node, by a hook
+each_policy = pytest.mark.parametrize("policy", ["threshold", "soft"])
 
 
 class Net(pl.LightningModule):
@@ -64,6 +64,32 @@ class AnotherFirst(Net):
 class Views(Net):
     def backwards(self, out: Tensor) -> None:
         for loss in out.square().mean(0):
+            self.manual_backward(loss.clone(), retain_graph=True)
+
+
+@pytest.mark.parametrize("policy", ["concrete", "hard_concrete", "bernoulli"])
+def test_gates_that_are_sampled_beside_p_are_penalised_too(policy: str, tmp_path: Path) -> None:
+    first = "body.0.gate"  # whose p does not depend on samples
+    alone, pressed = (
+        fitted(AnotherFirst(policy), callbacks, tmp_path, max_steps=1, limit_train_batches=1)
+        for callbacks in ([], [GatePenalty(WEIGHT, layers=[first])])
+    )
+    model, x = Net(policy), torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    model.body(x[:8])
+    gate: Any = model.body[0].gate
+    (expected,) = torch.autograd.grad(WEIGHT * gate.probability.mean(), gate.network[-1].bias)
+    torch.testing.assert_close(pressed.seen[0] - alone.seen[0], expected)
+
+
+def test_a_callback_with_another_kind_of_term_is_no_penalty(tmp_path: Path) -> None:
+    other: Any = pl.Callback()
+    other.term = 3
+    fitted(Net(), [GatePenalty(WEIGHT), other], tmp_path)
+
+
+class RawViews(Net):
+    def backwards(self, out: Tensor) -> None:
+        for loss in out.square().mean(0):
             self.manual_backward(loss, retain_graph=True)
 
 
@@ -105,6 +131,11 @@ def test_it_is_added_once_however_many_backward_passes_there_are(
     gate: Any = model.body[0].gate
     (expected,) = torch.autograd.grad(WEIGHT * torch.stack(rates).sum(), gate.network[-1].bias)
     torch.testing.assert_close(pressed - alone, expected)
+
+
+def test_a_view_of_several_losses_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one of several views .*: call backward on `loss.clone"):
+        fitted(RawViews(), [GatePenalty(WEIGHT)], tmp_path)
 
 
 class SkipsLayers(Net):
@@ -159,6 +190,7 @@ def test_a_penalty_that_could_not_act_is_told_of_at_once(
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt"]
 
 
+@pytest.mark.slow
 @each_policy
 def test_graphs_are_let_go_when_a_batch_ends(policy: str, tmp_path: Path) -> None:
     alive: list[Any] = []
@@ -185,7 +217,7 @@ def test_graphs_are_let_go_when_a_batch_ends(policy: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_our_module_lets_go_itself_and_a_penalty_is_told_of_in_the_next_batch(
+def test_a_batch_without_a_backward_pass_of_our_module_is_told_of(
     loses: bool, tmp_path: Path
 ) -> None:
     class Loses(GatedClassifier):
@@ -212,7 +244,6 @@ def test_our_module_lets_go_itself_and_a_penalty_is_told_of_in_the_next_batch(
         assert trainer.global_step == 3
         return
     trainer.fit(model, DataLoader(data, batch_size=8))
-    assert penalty.on_train_batch_end is None
     (gate,) = gate_layers(model).values()
     assert gate.probability is not None
     assert not gate.probability.requires_grad

@@ -93,6 +93,7 @@ def test_no_sparsity_is_dense_training_bit_by_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch(
     in_two_processes: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
@@ -267,15 +268,20 @@ def test_the_share_of_samples_with_both_ends_open_is_counted_over_micro_batches(
 
     model = Gated(closed=0)
     hidden: Any = model.net[0]
-    rates = OpenRates(model, {"a": hidden.linear, "b": model.net[1]})
+    rates = OpenRates(model, [hidden.linear, model.net[1]])
     for opened in ([[1, 1], [1, 0]], [[0, 1], [0, 0]]):
         hidden.gate.gate = torch.tensor(opened).float().repeat(1, 8)
-        rates.see(step=3)
-    by_layer = rates.by_layer(rates.rates())
+        rates.add(step=3)
+    by_layer = rates.shares(lambda rate: rate)
     first, second = by_layer[hidden.linear], by_layer[model.net[1]]
     assert first.flatten().tolist() == [0.5, 0.5] * 8
     assert first.shape == (16, 1)
     assert second.tolist() == [0.5, 0.5] * 8
+    hidden.gate.gate = None  # which runs in the second micro-batch only
+    rates.add(step=5)
+    hidden.gate.gate = torch.tensor([1.0, 0.0]).repeat(8)
+    rates.add(step=5)
+    assert rates.shares(lambda rate: rate)[model.net[1]].tolist() == [1.0, 0.0] * 8
     hidden.gate.gate = torch.tensor([1.0, 0.0]).repeat(8)  # a static gate
-    rates.see(step=7)
-    assert rates.by_layer(rates.rates())[model.net[1]].tolist() == [1.0, 0.0] * 8
+    rates.add(step=7)
+    assert rates.shares(lambda rate: rate)[model.net[1]].tolist() == [1.0, 0.0] * 8

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -76,6 +77,7 @@ def train(folder: str, kill_at: int | None) -> None:
     trainer.save_checkpoint(Path(folder, "end.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_run_killed_ten_times_ends_bit_by_bit_as_the_uninterrupted_one(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "dg_lightning.callbacks", "lightning.pytorch"])

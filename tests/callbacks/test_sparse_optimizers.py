@@ -11,7 +11,7 @@ from lightning.pytorch.tuner.tuning import Tuner
 from sparse_nets import Plain, Watch, data, fit
 from torch import Tensor
 
-from dg_lightning.callbacks import MagnitudePruning, RigL, StaticSparse
+from dg_lightning.callbacks import SET, MagnitudePruning, RigL, StaticSparse
 
 
 class Tuned(Plain):
@@ -89,7 +89,7 @@ def test_the_last_gradient_of_a_step_counts(tmp_path: Path) -> None:
             self.seen.append(mine[0].weight.grad.clone())
 
         def new_masks(self, trainer: Any, step: int, due: Any) -> Any:
-            assert torch.equal(self._scores[due[0]], self.seen[-1].abs())
+            assert torch.equal(self._gradients[due[0]], self.seen[-1].abs())
             assert len(self.seen) > 1
             self.seen = []
             return super().new_masks(trainer, step, due)
@@ -113,6 +113,39 @@ def test_skipping_the_step_of_an_optimizer_that_unscales_is_refused(tmp_path: Pa
     rigl = RigL(0.5, every_n_steps=4, skip_optimizer_step=True)
     with pytest.raises(ValueError, match=r"needs an optimizer that is not fused.*fused=False"):
         fit(model, [rigl], tmp_path, plugins=plugins)
+
+
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        SET(0.5, every_n_steps=4, until=1.0, drop_shape="constant"),
+        MagnitudePruning(0.5, begin=4, until=10, every_n_steps=4),
+        RigL(0.5, every_n_steps=4, until=1.0, drop_shape="constant"),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+@pytest.mark.filterwarnings("ignore:.*leaves the update of step 8 out")
+def test_a_fused_step_that_a_scaler_skips_changes_no_connections(
+    sparse: Any, tmp_path: Path
+) -> None:
+    model = Plain()
+    model.net.float()
+    model.configure_optimizers = lambda: torch.optim.Adam(model.parameters(), fused=True)  # type: ignore[method-assign]
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: step((batch[0].float(), batch[1]), batch_idx)  # type: ignore[method-assign]
+
+    class Overflows(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, _: Any) -> None:
+            if trainer.global_step + 1 == 8:
+                for p in pl_module.parameters():
+                    p.grad.fill_(torch.inf)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # type: ignore[attr-defined]
+    plugins = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
+    callbacks = [Overflows(), sparse, watch := Watch(sparse)]
+    fit(model, callbacks, tmp_path, plugins=plugins, max_epochs=1)
+    assert watch.changes()
+    assert 8 not in watch.changes()
 
 
 def test_two_of_four_cannot_be_reached_little_by_little() -> None:

@@ -120,7 +120,8 @@ def test_prices_follow_the_connections(tmp_path: Path) -> None:
 
     class Prices(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            seen.append(float(penalty._prices.form[0, 1]))  # type: ignore[union-attr]
+            assert penalty._prices is not None
+            seen.append(float(penalty._prices.usage(torch.ones(1))))
 
     fit(model, [penalty, pruning, Prices()], tmp_path, max_epochs=1)
     first = 12 * 16 + 16 * 4
@@ -188,7 +189,7 @@ def test_a_longer_training_goes_on_with_its_masks(tmp_path: Path) -> None:
     trainer = fit(model, [rigl], tmp_path)
     before = masks_of(rigl)
     trainer.fit_loop.max_epochs = 3
-    rigl.until = 0
+    rigl.schedule.until = 0
     with pytest.warns(UserWarning, match="RigL never rewires"):
         trainer.fit(model, data())
     assert trainer.global_step == 36

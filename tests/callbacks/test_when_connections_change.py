@@ -9,8 +9,6 @@ import torch
 from sparse_nets import Plain, Watch, fit
 
 from dg_lightning.callbacks import MagnitudePruning, RigL
-from dg_lightning.rewiring import connections as connections_module
-from dg_lightning.rewiring.finite import all_finite, all_finite_later
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -50,37 +48,9 @@ def test_connections_that_somebody_else_changes_stay_away(tmp_path: Path) -> Non
     assert 5 in watch.changes()
 
 
-@needs_cuda
-def test_what_lies_on_several_devices_is_looked_at_together() -> None:
-    values = [torch.ones(3), torch.ones(3, device="cuda")]
-    assert all_finite(values)
-    values[1][0] = torch.nan
-    assert not all_finite(values)
-
-
-@each_device
-def test_what_is_not_finite_is_found_on_the_device(device: str) -> None:
-    fine = [torch.full((3, 5), 3e38, device=device), torch.zeros(7, device=device)]
-    assert all_finite_later(fine)
-    for wrong in (torch.nan, torch.inf, -torch.inf):
-        for place in range(2):
-            values = [value.clone() for value in fine]
-            values[place].view(-1)[4] = wrong
-            assert not all_finite_later(values)
-
-
 @each_device
 @pytest.mark.parametrize("sparsity", [0.6, {"net.0": 0.6, "net.2": 0.0}])  # or one has all of them
-@pytest.mark.parametrize("later", [False, True])
-def test_an_update_that_is_left_out_is_told_of_when_it_is_known(
-    device: str, sparsity: Any, later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device == "cuda" and not later:
-        monkeypatch.setattr(RigL, "checks_later", lambda *_: False)
-    elif device == "cpu" and later:  # as on a GPU, where nothing waits to see whether they are
-        monkeypatch.setattr(connections_module, "_counts_later", lambda _: True)
-        monkeypatch.setattr(RigL, "checks_later", lambda *_: True)
-
+def test_an_update_that_is_skipped_is_warned_of(device: str, sparsity: Any, tmp_path: Path) -> None:
     class Breaks(Plain):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if self.global_step + 1 == 8:  # so that the weights stay as they are

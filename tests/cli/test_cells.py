@@ -86,6 +86,7 @@ def predicted(*options: str) -> dict[str, dict[str, str]]:
     return {row["barcode"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_predictions_are_equal_cell_by_cell_in_any_file() -> None:
     expected = predicted("--data.path=all.h5ad", LABELS)
     assert list(expected) == list(cells().obs_names)  # all of them, in the file's order
@@ -101,6 +102,7 @@ def test_predictions_are_equal_cell_by_cell_in_any_file() -> None:
         assert row == {**expected[barcode], "true_label": ""}
 
 
+@pytest.mark.slow
 def test_a_test_of_another_file_is_as_good(capsys: pytest.CaptureFixture[str]) -> None:
     accuracies = []
     for name in ("all", "mixed"):
@@ -117,6 +119,7 @@ def test_a_test_of_another_file_is_as_good(capsys: pytest.CaptureFixture[str]) -
     assert "obs has no column. `predict` needs no labels" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", READERS)
 def test_an_exported_net_needs_our_package_for_nothing(format: str) -> None:
     pytest.importorskip("onnxscript" if format == "onnx" else "safetensors")

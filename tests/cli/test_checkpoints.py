@@ -17,6 +17,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_newest_checkpoint_is_used_and_resume_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -34,6 +35,7 @@ def test_newest_checkpoint_is_used_and_resume_continues(
     assert {row["prediction"] for row in rows} <= set("0123456789")
 
 
+@pytest.mark.slow
 def test_a_run_resumed_after_an_epoch_ends_as_the_uninterrupted_one() -> None:
     options = ["--config=digits/dynamicgate", *SMALL]
     main(["fit", *options, "--trainer.max_epochs=3", "--trainer.logger.save_dir=whole"])
@@ -49,6 +51,7 @@ def test_a_run_resumed_after_an_epoch_ends_as_the_uninterrupted_one() -> None:
         assert torch.equal(tensor, states[1][name]), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_its_own_model_and_says_where_it_differs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -74,6 +77,7 @@ def test_a_checkpoint_brings_its_own_model_and_says_where_it_differs(
     assert [net.get("gate") is None for net in nets] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

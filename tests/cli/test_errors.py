@@ -32,6 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return errors[0].removeprefix("dg-lightning: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -139,6 +140,7 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
         main(["fit", *options])
 
 
+@pytest.mark.slow
 def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback(
     run_program: RunProgram,
 ) -> None:

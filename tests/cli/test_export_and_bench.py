@@ -32,6 +32,7 @@ def checkpoint(runs: Path, variant: str) -> Path:
     return runs / variant / "version_0" / "checkpoints" / "last.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "pt2", "onnx"])
 def test_export_writes_checks_and_tells(
     runs: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,10 +75,16 @@ def test_hardly_used_units_are_removed_on_demand(
 
 
 def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("safetensors")
     path = checkpoint(runs, "dynamicgate_input")
+    gated = 2.0  # seconds, where all others take one
+
+    def seconds(runs: Any, *_: Any, **__: Any) -> dict[str, float]:
+        return {name: gated if name == "ours" else 1.0 for name in runs}
+
+    monkeypatch.setattr("dg_lightning.runtime.choice.median_seconds", seconds)
 
     def export(*options: str) -> tuple[str, bool]:
         """Return what is said, and whether the file looks at its input to decide."""
@@ -90,6 +97,10 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     assert not looks
     assert "They are frozen" in said
     assert "--freeze_gates=false keeps the gates" in said
+    gated = 0.5
+    said, looks = export("--max_loss=1")
+    assert looks
+    gated = 2.0
     said, looks = export("--freeze_gates=false")
     assert looks
     assert "--freeze_gates=true makes them static" in said

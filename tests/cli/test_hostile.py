@@ -26,9 +26,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from dg_lightning import GatedClassifier, trust
 from dg_lightning.callbacks import RigL
-from dg_lightning.checkpoint import read_checkpoint
 from dg_lightning.cli import main
 from dg_lightning.datamodules import CIFAR10DataModule, PBMC3kDataModule
+from dg_lightning.training.checkpoint import read_checkpoint
 
 CONFIG = ["--config=digits/baseline", "--trainer.enable_progress_bar=false"]
 
@@ -56,6 +56,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_hostile_checkpoint_runs_nothing(
     name: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -103,6 +104,7 @@ def test_a_file_of_hyper_parameters_is_not_trusted(good: Path, tmp_path: Path) -
     assert is_untouched(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["an object", "os.system", "an object among the weights"])
 def test_a_checkpoint_behind_a_url_is_checked_too(
     name: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -277,6 +279,6 @@ def test_a_package_that_the_user_names_is_trusted(
     monkeypatch.delenv("DG_TRUST")
     with pytest.raises(ValueError, match="not trusted"):
         GatedClassifier.load_from_checkpoint(path)
-    monkeypatch.setattr("dg_lightning.spec._trusted", {"torch.optim"})
-    trust("mine", "dg_lightning.module")
+    monkeypatch.setattr("dg_lightning.training.spec._trusted", {"torch.optim"})
+    trust("mine", "dg_lightning.training.classifier")
     assert type(GatedClassifier.load_from_checkpoint(path).net).__name__ == "Mine"

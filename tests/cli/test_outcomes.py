@@ -61,7 +61,7 @@ def test_somebody_elses_module_too(
     assert stopped.value.code == 1
     main(["fit", *options, "--model.width=5"])
     # Without a checkpoint a line says so; with one, its plain hyper-parameters are taken.
-    with pytest.warns(UserWarning, match="no --ckpt_path: `test` uses the weights that the model"):
+    with pytest.warns(UserWarning, match="no --ckpt_path: `test` uses the initial weights of"):
         main(["test", *options])
     (path,) = list(Path("lightning_logs/version_1").rglob("*.ckpt"))
     capsys.readouterr()
@@ -69,6 +69,7 @@ def test_somebody_elses_module_too(
     assert "5.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_parts_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--config=digits/baseline", "--trainer.max_epochs=1", *SMALL]
     main(["fit", *options, "--trainer.limit_train_batches=2"])
@@ -104,7 +105,7 @@ def test_an_interrupted_training_keeps_its_epoch_and_says_how_to_go_on(
         main(["fit", *options, "--trainer.callbacks+=interrupting.Interrupting"])
     assert stopped.value.code == 130
     assert capsys.readouterr().err.endswith(
-        "interrupted; `fit --ckpt_path last` goes on from here.\n"
+        "interrupted; `fit --ckpt_path last` resumes from here.\n"
     )
     main(["fit", *options, "--ckpt_path=last"])
     newest = max(Path("runs").rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)

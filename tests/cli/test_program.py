@@ -24,6 +24,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["baseline", "dropout", "dynamicgate"])
 def test_fit_then_test_a_shipped_config(variant: str, tmp_path: Path) -> None:
     main(["fit", "--config", f"digits/{variant}", *SMALL])
@@ -158,6 +159,7 @@ class Net(nn.Module):
     assert model.net.layers[1].out_features == 7  # type: ignore[union-attr,index]
 
 
+@pytest.mark.slow
 def test_a_class_of_the_working_folder_can_be_named_by_the_script() -> None:
     Path("own.py").write_text(
         "from lightning.pytorch import Callback\n"
@@ -171,6 +173,7 @@ def test_a_class_of_the_working_folder_can_be_named_by_the_script() -> None:
     assert Path("mine.txt").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_fit_test_and_predict_without_noise(run_program: RunProgram) -> None:
     common = [
         "--config=digits/dynamicgate",
@@ -188,6 +191,7 @@ def test_two_processes_fit_test_and_predict_without_noise(run_program: RunProgra
     assert [int(row["index"]) for row in rows] == list(range(360))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
 def test_help(arguments: list[str], run_program: RunProgram) -> None:
     done = run_program(*arguments)
@@ -202,6 +206,7 @@ def test_version_by_module_and_by_script() -> None:
         assert done.stdout.strip() == f"dg-lightning {dg_lightning.__version__}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dataset",
     ["digits", "mnist", "fashion_mnist", "cifar10", "tiny_imagenet", "speech_commands", "pbmc3k"],
@@ -220,6 +225,7 @@ def test_every_shipped_config_parses_and_fits_a_batch(
 FRAGMENTS = [name for name in shipped_configs() if name.startswith("callbacks/")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:BudgetController")  # three steps do not do
 @pytest.mark.filterwarnings("ignore:(RigL|SET) never rewires")
 @pytest.mark.filterwarnings("ignore:τ has no effect")

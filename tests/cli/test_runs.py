@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from dg_lightning.cli import main
-from dg_lightning.cli.runs import claim_run_folder, newest_checkpoint, with_run_folder
+from dg_lightning.cli.runs import claim_run_folder, newest_checkpoint, with_csv_logger_first
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -40,6 +40,7 @@ trainer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_every_command_uses_the_newest_run_of_its_config(
     logger: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
@@ -117,9 +118,9 @@ def test_a_csv_logger_comes_first_where_loggers_are_named() -> None:
     csv = {"class_path": "lightning.pytorch.loggers.CSVLogger"}
     root = "runs/x"
     for logger in (None, True, False, csv, [csv, wandb]):
-        assert with_run_folder({"logger": logger, "default_root_dir": root}) is None
-    assert with_run_folder({"logger": [wandb, csv]}) == [csv, wandb]
-    first, second = with_run_folder({"logger": wandb, "default_root_dir": root}) or [{}, {}]
+        assert with_csv_logger_first({"logger": logger, "default_root_dir": root}) is None
+    assert with_csv_logger_first({"logger": [wandb, csv]}) == [csv, wandb]
+    first, second = with_csv_logger_first({"logger": wandb, "default_root_dir": root}) or [{}, {}]
     assert first["init_args"] == {"save_dir": root, "name": ""}
     assert second == wandb
 
@@ -161,6 +162,7 @@ def test_runs_that_start_at_once_have_a_folder_each() -> None:
     assert not Path("dev").exists()
 
 
+@pytest.mark.slow
 def test_two_programs_at_once_lose_nothing() -> None:
     command = [sys.executable, "-m", "dg_lightning", "fit", "--config=digits/baseline", *SMALL]
     started = [

@@ -33,6 +33,7 @@ def program(folder: Path, *args: str, **environment: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_fit_ends_with_its_figures_and_the_way_on_and_quietly_with_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,7 @@ def test_mistakes_are_answered_by_one_line(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_a_server_the_workspace_is_a_file_and_a_way_to_apply_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs the extra wandb")
     done = program(
@@ -156,6 +158,7 @@ class Server(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.mark.slow
 def test_with_a_server_the_workspace_is_saved_there(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs the extra wandb")
     Server.asked = []
@@ -201,7 +204,7 @@ def test_the_sweep_file_makes_commands_that_the_program_takes(
 def test_a_logger_whose_package_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dg_lightning.cli.configs.find_spec", lambda name: None)
+    monkeypatch.setattr("dg_lightning.configs.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         main(["fit", *OPTIONS, "--config", "logger/wandb"])
     assert ended.value.code == 2

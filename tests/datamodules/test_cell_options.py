@@ -76,7 +76,7 @@ def test_values_that_are_normalised_already_are_taken_as_they_are() -> None:
     scanpy.pp.normalize_total(source, target_sum=1e4)
     scanpy.pp.log1p(source)
     with pytest.raises(
-        ValueError, match=r"not whole.*take the values as they are with `values: lo"
+        ValueError, match=r"fractional.*use the values as they are with `values: lo"
     ):
         of(source)
     data = of(source, values="log")
@@ -87,9 +87,9 @@ def test_values_that_are_normalised_already_are_taken_as_they_are() -> None:
     other.use_preparation(data.preparation())
     other.setup("predict")
     assert np.array_equal(values(other), chosen)
-    with pytest.raises(ValueError, match=r"values up to .*, so it is no logarithms"):
+    with pytest.raises(ValueError, match=r"values up to .*, so it is not log-normalised"):
         of(cells_times(50.5), values="log")
-    with pytest.raises(ValueError, match="whole numbers only, so it is counts"):
+    with pytest.raises(ValueError, match="only integers, so it holds counts"):
         of(cells_times(50), values="log")
 
 

@@ -122,7 +122,7 @@ def test_clusters_belong_to_the_cells_that_they_were_made_of() -> None:
     assert all(labels[cell] == label for cell, label in found)
     strange = cells()
     strange.X = csr_matrix(strange.X.toarray() + 1)
-    with pytest.raises(ValueError, match="clusters of the cells of the training, and it has none"):
+    with pytest.raises(ValueError, match="clusters of training cells, and the data has none"):
         aligned(data, strange, "test", leiden=True)
 
 
@@ -153,7 +153,7 @@ def test_cells_on_the_disk_and_whole_numbers_beside_gaps(tmp_path: Path) -> None
 def test_missing_genes_are_named_and_taken_as_0(trained: PBMC3kDataModule) -> None:
     lost = trained.feature_names[3]
     source = cells()
-    with pytest.warns(UserWarning, match=rf"lacks 1 of the 200 genes.*trained on: {lost}\."):
+    with pytest.warns(UserWarning, match=rf"lacks 1 of the 200 genes.*training cells: {lost}\."):
         data = aligned(trained, source[:, source.var_names != lost].copy())
     column = trained.feature_names.index(lost)
     mean, std = (trained.preparation()[key][column] for key in ("mean", "std"))
@@ -172,7 +172,7 @@ def test_genes_that_only_made_up_the_totals_are_counted_when_they_are_missing(
 def test_genes_of_other_names_are_refused(trained: PBMC3kDataModule) -> None:
     source = cells()
     source.var_names = [f"ENSG{i}" for i in range(source.n_vars)]
-    with pytest.raises(ValueError, match=r"lacks 200 of the 200 genes.*are called ENSG0, ENSG1"):
+    with pytest.raises(ValueError, match=r"lacks 200 of the 200 genes.*it has ENSG0, ENSG1"):
         aligned(trained, source)
 
 
@@ -192,7 +192,7 @@ def test_labels_that_the_net_does_not_know_are_predicted_and_not_tested(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"name the column of labels with `label_column`; obs has kind, depth\."),
+        ({}, r"name the label column with `label_column`; obs has kind, depth\."),
         ({"label_column": "type"}, r"column of obs \(kind, depth\), got 'type'"),
     ],
 )

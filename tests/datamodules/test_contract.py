@@ -55,11 +55,11 @@ def make(request: pytest.FixtureRequest, kind: str, roots: dict[str, Path]) -> M
         data: BaseDataModule = cls(
             **{"batch_size": 16, **SMALL.get(name, {}), **folders, **settings}
         )
-        before = {k: v for k, v in vars(data).items() if k != "_opened"}
+        before = {k: v for k, v in vars(data).items() if k != "_loaded_tables"}
         data.prepare_data()
-        after = {k: v for k, v in vars(data).items() if k != "_opened"}
+        after = {k: v for k, v in vars(data).items() if k != "_loaded_tables"}
         assert after == before  # only one process of many prepares
-        data._opened = None  # as in the others
+        data._loaded_tables = None  # as in the others
         return data
 
     return maker
@@ -109,6 +109,7 @@ def test_weights_balance_the_classes_and_every_part_has_all(make: Make) -> None:
     assert data.majority_rate() == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_parts_are_disjoint_and_loaders_show_every_sample_once(make: Make) -> None:
     data = ready(make)
     seen: dict[int, set[int]] = {}
@@ -179,6 +180,7 @@ def test_pickles_and_can_be_set_up_twice(make: Make) -> None:
     assert torch.equal(all_of(data.val_dataloader())[0], expected[0])
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_cuts_the_same_batches(make: Make) -> None:
     plain = ready(make).train_dataloader()
     working = ready(make, num_workers=1).train_dataloader()

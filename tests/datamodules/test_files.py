@@ -82,7 +82,7 @@ def test_what_a_killed_download_left_is_cleared_away(server: Any, tmp_path: Path
 def test_an_incomplete_folder_is_named_and_not_downloaded_over(tmp_path: Path) -> None:
     cifar10(tmp_path / "cifar-10-batches-py")
     (tmp_path / "cifar-10-batches-py" / "test_batch").unlink()
-    with pytest.raises(FileNotFoundError, match=r"misses .*/test_batch; remove .*-py, for it is"):
+    with pytest.raises(FileNotFoundError, match=r"misses .*/test_batch; remove .*-py, which is"):
         CIFAR10DataModule(root=str(tmp_path)).prepare_data()  # a download would reach for the net
     assert len(list((tmp_path / "cifar-10-batches-py").iterdir())) == 5
 

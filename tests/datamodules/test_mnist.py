@@ -51,7 +51,7 @@ def test_damaged_files_are_named_with_what_was_expected(raw: Path) -> None:
     with pytest.raises(ValueError, match=r"t10k-images.*promises 39216 bytes, got 1000; delete it"):
         made(raw)
     images.write_bytes(b"<html>" + whole)
-    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte is no idx file of 3 dimensions"):
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte is not an IDX file with 3 dim"):
         made(raw)
     images.unlink()
     packed = images.with_name(f"{images.name}.gz")

@@ -220,7 +220,7 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             made(PBMC3kDataModule.from_anndata(source, **options))
 
-    for value, message in ((np.nan, "no numbers"), (-1, "negative values")):
+    for value, message in ((np.nan, "not finite"), (-1, "negative values")):
         source = cells()
         source.X[0, int(source.X[0].indices[0])] = value
         refuses(message, source)
@@ -231,11 +231,11 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
     source.obs.iloc[0, 0] = "Megakaryocytes"
     refuses("class 'Megakaryocytes' has 1 of 135", source)
     refuses(
-        r"`genes` must be at most \d+, got 3000: so many are expressed by 3", cells(), genes=3000
+        r"`genes` must be at most \d+, got 3000: that many are expressed in 3", cells(), genes=3000
     )
     source = cells()
     scanpy.pp.log1p(source)
-    refuses("values that are not whole, so it is no counts", source)
+    refuses("fractional values, so it is already normalised", source)
     source = cells()
     source.obs["kind"] = [None] * len(source)
     refuses("No cell has a label in column 'kind'", source)

@@ -158,6 +158,7 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(tmp_path: Path) -> Non
     assert sums[:2] * 3 == sums
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_test_on_every_sample_once(
     in_two_processes: Callable[[str], list[Any]],
 ) -> None:

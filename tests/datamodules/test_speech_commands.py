@@ -159,7 +159,9 @@ def test_damaged_clips_are_named_with_their_size(root: Path) -> None:
     with pytest.raises(ValueError, match=r"00000001_nohash_0.wav.*promises 32000 .*got 0"):
         made(root)
     soundfile.write(path, np.zeros(16_000), 16_000, subtype="FLOAT")
-    with pytest.raises(ValueError, match=r"00000001_nohash_0.wav is damaged, or no WAV file of wh"):
+    with pytest.raises(
+        ValueError, match=r"00000001_nohash_0.wav is damaged, or not an integer WAV"
+    ):
         made(root)
     soundfile.write(path, np.zeros(16_000), 16_000, subtype="PCM_24")
     with pytest.raises(ValueError, match=r"00000001_nohash_0.wav must have 16-bit samples, got 24"):
@@ -177,7 +179,7 @@ def test_noise_is_there_when_it_is_wanted_later(root: Path) -> None:
 
 def test_clips_that_are_listed_but_not_there_are_counted(root: Path) -> None:
     (folder_of(root) / "yes" / "00000000_nohash_0.wav").unlink()
-    with pytest.warns(UserWarning, match="1 clips that the lists .* name are not there"):
+    with pytest.warns(UserWarning, match="1 clips listed in .* are missing"):
         made(root)
 
 

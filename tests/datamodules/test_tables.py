@@ -172,6 +172,7 @@ def test_where_nothing_can_be_written_the_tables_stay_in_memory(tmp_path: Path) 
     assert tables.facts == {"names": ["a", "b"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [50_000, 3_000])  # what fails is a chunk, or what is buffered
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path, room: int) -> None:
     chunks = (
@@ -200,6 +201,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_decode_once_and_both_succeed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     both = [start(tmp_path / "cache", log) for _ in range(2)]
@@ -209,6 +211,7 @@ def test_two_processes_at_once_decode_once_and_both_succeed(tmp_path: Path) -> N
     assert log.read_text().split() == list("01234567")
 
 
+@pytest.mark.slow
 def test_nothing_of_a_killed_process_is_trusted(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = start(tmp_path / "cache", log)

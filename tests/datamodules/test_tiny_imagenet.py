@@ -110,6 +110,6 @@ def test_an_image_that_is_listed_but_not_there_is_missing(root: Path) -> None:
     (root / "tiny-imagenet-200" / "val" / "images" / "val_3.JPEG").unlink()
     with pytest.raises(
         FileNotFoundError,
-        match=r"misses .*val/images/val_3.JPEG; remove .*-200, for it .*: get http",
+        match=r"misses .*val/images/val_3.JPEG; remove .*-200, which .*: get http",
     ):
         made(root)

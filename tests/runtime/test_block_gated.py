@@ -57,7 +57,7 @@ def test_it_is_the_same_net(engine: Any, hidden: Any, options: Any) -> None:
 def test_closed_blocks_are_not_computed(monkeypatch: Any) -> None:
     net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
     seen: list[str] = []
-    real = engines.by_blocks
+    real = engines.run_blocks
 
     def watched(*arguments: Any) -> torch.Tensor:
         seen.append("blocks")
@@ -120,15 +120,15 @@ def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -
         return "blocks"
 
     monkeypatch.setattr(module, "fastest_engine", measured)
-    monkeypatch.setattr(module, "_RENEWED", 3)
+    monkeypatch.setattr(module, "_REMEASURE_AFTER", 3)
     net = BlockGatedMLP.of(randomised(GatedMLP(12, [32], 5, gate=DYNAMIC)))
     with torch.no_grad():
         for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
             net(torch.randn(size, 12))
     assert asked == [8, 8, 64]
-    assert dispatch.candidates(torch.randn(1, 2), learns=False) == ["dense", "blocks", "rows"]
-    assert dispatch.candidates(torch.randn(1, 2), learns=True) == ["dense", "blocks"]
-    assert dispatch.candidates(torch.randn(9, 2), learns=False) == ["dense", "blocks"]
+    assert dispatch.candidates(torch.randn(1, 2), needs_grad=False) == ["dense", "blocks", "rows"]
+    assert dispatch.candidates(torch.randn(1, 2), needs_grad=True) == ["dense", "blocks"]
+    assert dispatch.candidates(torch.randn(9, 2), needs_grad=False) == ["dense", "blocks"]
 
 
 def test_layout_by_unit_changes_no_value() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import _groups, by_blocks, by_open_rows, masked
+from dg_lightning.runtime.engines import _groups, masked, run_blocks, run_open_rows
 from dg_lightning.runtime.feed_forward import FeedForward
 
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
@@ -39,7 +39,7 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     bias=st.booleans(),
     by_unit=st.booleans(),
 )
-@pytest.mark.parametrize("engine", [masked, by_blocks, by_open_rows])
+@pytest.mark.parametrize("engine", [masked, run_blocks, run_open_rows])
 def test_every_engine_computes_the_formula(
     engine: Any,
     samples: Any,
@@ -60,7 +60,7 @@ def test_every_engine_computes_the_formula(
         expected = reference(x, gate, net)
         torch.testing.assert_close(engine(x, gate, net), expected)
         torch.testing.assert_close(engine(x, gate, net), expected)  # memory that is used again
-    if engine is not by_open_rows:
+    if engine is not run_open_rows:
         torch.testing.assert_close(engine(x, gate, net), expected)  # with gradients
 
 
@@ -72,7 +72,7 @@ def test_gradients_by_blocks_are_those_of_finite_differences(activation: Any, ra
 
     def run(x: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
         own = FeedForward((first, first_bias), activation, (second, second_bias), 3)
-        return by_blocks(x, gate, own)
+        return run_blocks(x, gate, own)
 
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(run, (x, *net.tensors))
@@ -83,14 +83,14 @@ def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing() -> None:
     gate = random_gate(6, 4, 0.5).requires_grad_()
     x, weights = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
     (expected,) = torch.autograd.grad((masked(x, gate, net) * weights).sum(), gate)
-    (found,) = torch.autograd.grad((by_blocks(x, gate, net) * weights).sum(), gate)
+    (found,) = torch.autograd.grad((run_blocks(x, gate, net) * weights).sum(), gate)
     torch.testing.assert_close(found, expected * gate.detach())
     assert found[gate == 0].eq(0).all()
     assert expected[gate == 0].ne(0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("engine", [by_blocks, by_open_rows])
+@pytest.mark.parametrize("engine", [run_blocks, run_open_rows])
 def test_engines_work_in_every_precision(engine: Any, dtype: Any) -> None:
     net = feed_forward(16, 4, 8, 6, nn.ReLU(), dtype)
     x, gate = torch.randn(9, 16, dtype=dtype), random_gate(9, 4, 0.5, torch.float32)
@@ -107,8 +107,8 @@ def test_only_open_weights_are_read_for_one_sample() -> None:
         expected = masked(x, gate, net)
         net.first[0][2:6] = torch.nan  # would show
         net.second[0][:, 2:6] = torch.nan
-        torch.testing.assert_close(by_open_rows(x, gate, net), expected)
-        torch.testing.assert_close(by_blocks(x, gate, net), expected)
+        torch.testing.assert_close(run_open_rows(x, gate, net), expected)
+        torch.testing.assert_close(run_blocks(x, gate, net), expected)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.integers(1, 40))
@@ -125,7 +125,7 @@ def test_groups_hold_every_block_once_and_as_many_samples_as_they_may(
     assert all(a + counts[start] > most for a, (start, _) in zip(sizes, groups[1:], strict=False))
 
 
-@pytest.mark.parametrize("engine", [by_blocks, by_open_rows])
+@pytest.mark.parametrize("engine", [run_blocks, run_open_rows])
 @torch.no_grad()
 def test_kept_views_follow_the_weights_and_the_blocks(engine: Any) -> None:
     kept: dict[Any, Any] = {}
@@ -153,7 +153,7 @@ def test_no_gradient_of_what_needs_none() -> None:
     frozen = FeedForward(
         (net.first[0].detach(), None), nn.ReLU(), (net.second[0], net.second[1]), 3
     )
-    by_blocks(
+    run_blocks(
         torch.randn(6, 4, dtype=torch.float64), random_gate(6, 2, 0.5), frozen
     ).sum().backward()
     assert net.first[0].grad is None

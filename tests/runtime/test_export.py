@@ -29,6 +29,7 @@ def net_with(gate: Any) -> Any:
     return randomised(GatedMLP(24, [32, 16], 5, gate=gate, input_gate=STATIC, activation="gelu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("format", ["safetensors", "pt2", "onnx"])
 def test_what_is_read_back_is_the_net_for_every_batch_size(

@@ -51,7 +51,7 @@ def test_values_and_gradients(
     bias: Any,
     dtype: Any,
 ) -> None:
-    from dg_lightning.runtime.triton_engine import by_kernels
+    from dg_lightning.runtime.triton_engine import run_triton
 
     # The interpreter takes its time: there, one activation a case.
     chosen = [ACTIVATIONS[samples % 4]] if INTERPRETED else ACTIVATIONS
@@ -63,10 +63,10 @@ def test_values_and_gradients(
         gate = random_gate(samples, blocks, rate, kind).to(DEVICE).requires_grad_()
         weights = torch.randn(samples, outputs, dtype=dtype, device=DEVICE)
         wanted = [x, gate, *net.tensors]
-        expected, found = masked(x, gate, net), by_kernels(x, gate, net)
+        expected, found = masked(x, gate, net), run_triton(x, gate, net)
         close(found, expected, dtype)
         with torch.no_grad():
-            close(by_kernels(x, gate, net), expected, dtype)
+            close(run_triton(x, gate, net), expected, dtype)
         of_masked = torch.autograd.grad((expected * weights).sum(), wanted)
         of_kernels = torch.autograd.grad((found * weights).sum(), wanted)
         for index, (own, other) in enumerate(zip(of_kernels, of_masked, strict=True)):
@@ -77,7 +77,7 @@ def test_values_and_gradients(
 
 @here
 def test_weights_by_unit_have_the_same_gradients() -> None:
-    from dg_lightning.runtime.triton_engine import by_kernels
+    from dg_lightning.runtime.triton_engine import run_triton
 
     dtype = DTYPES[0]
     net = feed_forward(24, 3, 16, 20, nn.ReLU(), dtype, device=DEVICE)
@@ -85,8 +85,8 @@ def test_weights_by_unit_have_the_same_gradients() -> None:
     by_unit = FeedForward(net.first, net.activation, (second, net.second[1]), 16)
     x = torch.randn(40, 24, dtype=dtype, device=DEVICE)
     gate = random_gate(40, 3, 0.5, torch.float32).to(DEVICE)
-    by_kernels(x, gate, net).square().sum().backward()
-    by_kernels(x, gate, by_unit).square().sum().backward()
+    run_triton(x, gate, net).square().sum().backward()
+    run_triton(x, gate, by_unit).square().sum().backward()
     assert second.grad is not None
     assert net.second[0].grad is not None
     close(second.grad, net.second[0].grad, dtype)
@@ -125,7 +125,7 @@ def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
     with torch.no_grad():
         expected = gate.decide(x)
         p: Any = gate.probability
-        packing = Packing.decided(gate, x)
+        packing = Packing.decide(gate, x)
     torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
     sure = (p - 0.6).abs() > 1e-3
     assert gate.gate is not None
@@ -135,8 +135,8 @@ def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
 
 @here
 def test_an_unknown_activation_is_refused() -> None:
-    from dg_lightning.runtime.triton_engine import by_kernels
+    from dg_lightning.runtime.triton_engine import run_triton
 
     net = feed_forward(4, 2, 16, 3, nn.Softplus(), DTYPES[0], device=DEVICE)
     with pytest.raises(ValueError, match="relu, gelu, silu, tanh, got Softplus"):
-        by_kernels(torch.randn(2, 4, dtype=DTYPES[0], device=DEVICE), torch.ones(2, 2), net)
+        run_triton(torch.randn(2, 4, dtype=DTYPES[0], device=DEVICE), torch.ones(2, 2), net)

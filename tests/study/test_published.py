@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dg_lightning.cli import shipped_configs
-from dg_lightning.compute_report import ComputeReport, LayerCompute
+from dg_lightning.compute.report import ComputeReport, LayerCompute
 from dg_lightning.study.published import published, relative_macs_by_rule
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.exc import OperationalError
 from dg_lightning.study import shared
 from dg_lightning.study.queue import TrialQueue
 from dg_lightning.study.settings import PlannedTrial
-from dg_lightning.study.shared import storage_in
+from dg_lightning.study.shared import sqlite_url
 
 PLANNED = [PlannedTrial(v, s, (), f"{v}{s}") for s in range(3) for v in ("a", "b")]
 FIRST = PLANNED[:1]
@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {"accuracy": 0.5, "macs": 10.0}
 
 
 def open_queue(folder: Path, workers: str = "workers") -> TrialQueue:
-    return TrialQueue(storage_in(folder), "test", folder / workers)
+    return TrialQueue(sqlite_url(folder), "test", folder / workers)
 
 
 def claimed(queue: TrialQueue) -> optuna.Trial:
@@ -51,7 +51,7 @@ def work(folder: str, die_at: int | None = None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             with Path(folder, "notes").open("a") as notes:
                 notes.write(f"{planned.fingerprint}\n")
-            queue.finish_with(trial, {**ROW, "variant": planned.variant, "seed": planned.seed})
+            queue.record_result(trial, {**ROW, "variant": planned.variant, "seed": planned.seed})
             done += 1
 
 
@@ -86,11 +86,11 @@ def test_a_trial_that_was_given_to_somebody_else_is_let_go(tmp_path: Path) -> No
         one.fill(FIRST)
         asleep = claimed(one)
         two.study.tell(0, state=TrialState.FAIL)
-        two.take_up_lost()
-        two.finish_with(claimed(two), {**ROW, "variant": "a", "seed": 0})
-        one.finish_with(asleep, {**ROW, "accuracy": 0.1, "variant": "a", "seed": 0})
+        two.requeue_lost()
+        two.record_result(claimed(two), {**ROW, "variant": "a", "seed": 0})
+        one.record_result(asleep, {**ROW, "accuracy": 0.1, "variant": "a", "seed": 0})
         one.fail(asleep, "too late")
-        one.give_up(asleep, "too late")
+        one.prune(asleep, "too late")
         assert [row["accuracy"] for row in two.rows(PLANNED)] == [0.5]
 
 
@@ -103,9 +103,9 @@ def test_what_two_workers_queue_at_once_counts_once(tmp_path: Path) -> None:
         two._live = live  # type: ignore[method-assign]
         trial = claimed(one)
         assert two.claim(PLANNED) == (None, None)
-        one.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
+        one.record_result(trial, {**ROW, "variant": "a", "seed": 0})
         assert keys(two) == [("a", 0)]
-        assert two.unfinished(PLANNED) == 0
+        assert two.count_unfinished(PLANNED) == 0
 
 
 def test_who_is_faster_gets_the_trial(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_who_is_faster_gets_the_trial(tmp_path: Path) -> None:
         one.fill(FIRST)
         (waiting,) = two.trials(TrialState.WAITING)
         trial = claimed(one)
-        assert two.take(waiting) is None
-        one.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
-        assert two.take(waiting) is None
+        assert two.start(waiting) is None
+        one.record_result(trial, {**ROW, "variant": "a", "seed": 0})
+        assert two.start(waiting) is None
 
 
 def test_a_killed_workers_trial_is_taken_up_at_once(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_killed_workers_trial_is_taken_up_at_once(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     with open_queue(tmp_path) as queue:
         assert len(queue.rows(PLANNED)) == 2
-        queue.take_up_lost()
-        queue.take_up_lost()  # once is enough
+        queue.requeue_lost()
+        queue.requeue_lost()  # once is enough
         assert len(queue.trials(TrialState.WAITING)) == 4
         assert len(queue.trials(TrialState.RUNNING)) == 0
     work(str(tmp_path))
@@ -138,10 +138,10 @@ def test_who_is_interrupted_puts_its_trial_back(tmp_path: Path) -> None:
     with open_queue(tmp_path) as queue:
         queue.fill(FIRST)
         trial = claimed(queue)
-        with pytest.raises(SystemExit), queue.beating(trial):
+        with pytest.raises(SystemExit), queue.heartbeat(trial):
             raise SystemExit(1)
         assert queue.rows(PLANNED) == []
-        queue.take_up_lost()
+        queue.requeue_lost()
         claimed(queue)
 
 
@@ -158,8 +158,8 @@ def test_who_is_alive_is_left_alone_whatever_its_heartbeat(tmp_path: Path) -> No
         one.fill(FIRST)
         claimed(one)
         age_heartbeats(two)  # as of a process that was stopped
-        two.take_up_lost()
-        assert two.unfinished(PLANNED) == 1
+        two.requeue_lost()
+        assert two.count_unfinished(PLANNED) == 1
         assert two.claim(PLANNED) == (None, None)
 
 
@@ -167,10 +167,10 @@ def test_a_worker_elsewhere_is_lost_when_its_heartbeat_stops(tmp_path: Path) -> 
     with open_queue(tmp_path, "elsewhere") as elsewhere, open_queue(tmp_path) as queue:
         elsewhere.fill(FIRST)
         claimed(elsewhere)
-        queue.take_up_lost()
+        queue.requeue_lost()
         assert queue.claim(PLANNED) == (None, None)
         age_heartbeats(queue)
-        queue.take_up_lost()
+        queue.requeue_lost()
         assert queue.claim(PLANNED)[1] == PLANNED[0]
 
 
@@ -189,11 +189,11 @@ def test_a_failure_has_a_reason_and_is_retried_only_if_asked(tmp_path: Path) -> 
         queue.fail(claimed(queue), "ValueError: no")
         (row,) = queue.rows(PLANNED)
         assert (row["status"], row["reason"]) == ("failed", "ValueError: no")
-        queue.take_up_lost()
+        queue.requeue_lost()
         queue.fill(FIRST)
         assert queue.claim(PLANNED) == (None, None)
         queue.fill(FIRST, retry_failed=True)
-        queue.finish_with(claimed(queue), {**ROW, "variant": "a", "seed": 0})
+        queue.record_result(claimed(queue), {**ROW, "variant": "a", "seed": 0})
         (row,) = queue.rows(PLANNED)
         assert row["status"] == "complete"
 
@@ -201,8 +201,8 @@ def test_a_failure_has_a_reason_and_is_retried_only_if_asked(tmp_path: Path) -> 
 def test_an_accuracy_that_is_no_number_is_a_failure_not_a_loss(tmp_path: Path) -> None:
     with open_queue(tmp_path) as queue:
         queue.fill(FIRST)
-        queue.finish_with(claimed(queue), {**ROW, "accuracy": float("nan")})
-        queue.take_up_lost()
+        queue.record_result(claimed(queue), {**ROW, "accuracy": float("nan")})
+        queue.requeue_lost()
         assert queue.claim(PLANNED) == (None, None)
         assert "accuracy is nan" in queue.rows(PLANNED)[0]["reason"]
 
@@ -222,12 +222,12 @@ def test_trials_of_other_plans_wait_for_those_who_want_them(tmp_path: Path) -> N
         queue.fill(PLANNED)
         assert queue.claim(PLANNED[1:2])[1] == PLANNED[1]
         assert queue.claim(PLANNED[1:2]) == (None, None)
-        assert queue.unfinished(PLANNED[1:2]) == 1
-        assert queue.unfinished(PLANNED) == 6
+        assert queue.count_unfinished(PLANNED[1:2]) == 1
+        assert queue.count_unfinished(PLANNED) == 6
         assert queue.claim([PlannedTrial("a", 0, (), "other")]) == (None, None)
         assert queue.rows(PLANNED) == []
         queue.fill([PlannedTrial("c", 0, (), "c0")], only=["a"])
-        assert queue.unfinished([PlannedTrial("c", 0, (), "c0")]) == 0
+        assert queue.count_unfinished([PlannedTrial("c", 0, (), "c0")]) == 0
 
 
 def test_a_heart_beats_on_when_the_database_stumbles(
@@ -245,7 +245,7 @@ def test_a_heart_beats_on_when_the_database_stumbles(
         queue.fill(FIRST)
         trial = claimed(queue)
         monkeypatch.setattr(queue.storage, "record_heartbeat", beat)
-        with queue.beating(trial):
+        with queue.heartbeat(trial):
             deadline = time.monotonic() + 5
             while len(beats) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -267,7 +267,7 @@ def test_a_row_is_written_when_the_database_is_back(
             return tell(*args, **kwargs)
 
         monkeypatch.setattr(queue.study, "tell", stumble)
-        queue.finish_with(trial, {**ROW, "variant": "a", "seed": 0})
+        queue.record_result(trial, {**ROW, "variant": "a", "seed": 0})
         assert keys(queue) == [("a", 0)]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dg_lightning.cli import main
+from dg_lightning.cli.program import run_command
 from dg_lightning.study import Study, Variant, run_study, runner, training
 from dg_lightning.study.queue import TrialQueue
 
@@ -54,7 +55,7 @@ def killed_in_finish(self: Any, trial: Any, row: Any) -> None:
 
 KILLS: list[tuple[Any, str, Callable[..., None]]] = [
     (training.Stopwatch, "on_train_start", killed_in_training),
-    (TrialQueue, "finish_with", killed_in_finish),
+    (TrialQueue, "record_result", killed_in_finish),
     (runner, "write_tables", killed),
 ]
 
@@ -63,9 +64,10 @@ def run_and_be_killed(folder: str, kill: int) -> None:
     torch.set_num_threads(1)
     place, name, replacement = KILLS[kill]
     setattr(place, name, replacement)
-    run_study(study(Path(folder)))
+    run_study(study(Path(folder)), run_command)
 
 
+@pytest.mark.slow
 def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> None:
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     fork = multiprocessing.get_context("fork")
@@ -74,8 +76,8 @@ def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> 
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    assert run_study(study(interrupted))
-    assert run_study(study(whole))
+    assert run_study(study(interrupted), run_command)
+    assert run_study(study(whole), run_command)
     rows = results(interrupted)
     assert rows == results(whole)
     assert [(r["variant"], r["seed"], r["status"]) for r in rows] == [
@@ -86,7 +88,7 @@ def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> 
     assert (folder / "checkpoints" / "last.ckpt").is_file()
     # What is done is not done again, whoever asks.
     before = (folder / "config.yaml").stat().st_mtime_ns
-    assert run_study(study(interrupted))
+    assert run_study(study(interrupted), run_command)
     assert (folder / "config.yaml").stat().st_mtime_ns == before
 
 
@@ -99,9 +101,10 @@ def run_and_be_interrupted(folder: str) -> None:
     torch.set_num_threads(1)
     training.Stopwatch.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_study(study(Path(folder), seeds=1))
+    run_study(study(Path(folder), seeds=1), run_command)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_study_and_loses_nothing(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(
         target=run_and_be_interrupted, args=(str(tmp_path),)
@@ -110,7 +113,7 @@ def test_ctrl_c_stops_a_study_and_loses_nothing(tmp_path: Path) -> None:
     process.join()
     assert process.exitcode == 1
     assert not (tmp_path / "results.csv").exists()  # no trial has ended, none has failed
-    assert run_study(study(tmp_path, seeds=1))
+    assert run_study(study(tmp_path, seeds=1), run_command)
     assert [row["status"] for row in results(tmp_path)] == ["complete", "complete"]
 
 
@@ -122,7 +125,7 @@ def test_one_failure_is_told_and_stops_nothing(
         "wrong": Variant("digits/baseline", ["model.no_such_option=1"]),
         "sharp": Variant("digits/dynamicgate", ["trainer.callbacks.weight=-1.0"]),
     }
-    assert not run_study(study(tmp_path, variants=variants, seeds=1))
+    assert not run_study(study(tmp_path, variants=variants, seeds=1), run_command)
     good, wrong, sharp = results(tmp_path)
     assert (good["status"], wrong["status"], sharp["status"]) == ("complete", "failed", "failed")
     assert "no_such_option" in wrong["reason"]
@@ -136,6 +139,7 @@ def test_one_failure_is_told_and_stops_nothing(
     assert "Traceback" in log
 
 
+@pytest.mark.slow
 def test_two_workers_of_the_program(tmp_path: Path, in_empty_folder: None) -> None:
     config = tmp_path / "study.yaml"
     config.write_text(

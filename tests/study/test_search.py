@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from dg_lightning.cli import main
+from dg_lightning.cli.program import run_command
 from dg_lightning.study import Parameter, Search, run_search
-from dg_lightning.study.findings import cheapest_within, dominated_by, pareto_front
+from dg_lightning.study.findings import cheapest_within, count_dominating, pareto_front
 
 
 def trials(*points: tuple[float, float]) -> list[optuna.trial.FrozenTrial]:
@@ -38,9 +39,9 @@ def test_the_cheapest_within_a_tolerance() -> None:
 
 def test_a_training_is_compared_at_the_same_epoch() -> None:
     others = [[(0.5, 1.0), (0.9, 0.2)], [(0.6, 0.9)], [(0.4, 0.1), (0.8, 0.5)]]
-    assert dominated_by([(0.45, 1.0)], others) == 2
-    assert dominated_by([(0.5, 1.0), (0.7, 0.5)], others) == 2
-    assert dominated_by([(0.5, 1.0), (0.7, 0.1)], others) == 0  # cheaper than all
+    assert count_dominating([(0.45, 1.0)], others) == 2
+    assert count_dominating([(0.5, 1.0), (0.7, 0.5)], others) == 2
+    assert count_dominating([(0.5, 1.0), (0.7, 0.1)], others) == 0  # cheaper than all
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_parameters_refuse(arguments: dict[str, Any], message: str) -> None:
 SHORT = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "data.batch_size=32"]
 
 
+@pytest.mark.slow
 def test_a_search_through_the_program(tmp_path: Path, in_empty_folder: None) -> None:
     config, out = tmp_path / "search.yaml", tmp_path / "out"
     hidden = {"name": "model.net.hidden", "choices": [[16], [64, 32]]}
@@ -106,7 +108,7 @@ def test_hopeless_trainings_are_given_up_and_failures_told(
 ) -> None:
     from dg_lightning.study import search as module
 
-    monkeypatch.setattr(module, "dominated_by", lambda curve, others: len(others))
+    monkeypatch.setattr(module, "count_dominating", lambda curve, others: len(others))
     asked = Search(
         base="digits/dynamicgate",
         output=str(tmp_path),
@@ -118,7 +120,7 @@ def test_hopeless_trainings_are_given_up_and_failures_told(
         dominated_by=1,
         give_up_after=0.0,
     )
-    assert not run_search(asked)
+    assert not run_search(asked, run_command)
     with (tmp_path / "results.csv").open() as file:
         baseline, *rows = csv.DictReader(file)
     assert baseline["status"] == "complete"
@@ -128,7 +130,7 @@ def test_hopeless_trainings_are_given_up_and_failures_told(
     assert "`weight` must be at least 0" in said["-1.0"][1]
     asked.parameters = [Parameter("model.gate_lr_factor", low=1, high=2)]
     with pytest.raises(ValueError, match="a search with other settings"):
-        run_search(asked)
+        run_search(asked, run_command)
 
 
 def killed_in_a_trial(folder: str) -> None:
@@ -138,7 +140,7 @@ def killed_in_a_trial(folder: str) -> None:
 
     torch.set_num_threads(1)
     training.Stopwatch.on_train_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    run_search(small(folder))
+    run_search(small(folder), run_command)
 
 
 def small(folder: str) -> Search:
@@ -159,7 +161,7 @@ def test_a_search_that_was_killed_goes_on(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert run_search(small(str(tmp_path)))
+    assert run_search(small(str(tmp_path)), run_command)
     with (tmp_path / "results.csv").open() as file:
         done = [row["kind"] for row in csv.DictReader(file) if row["status"] == "complete"]
     assert sorted(done) == ["baseline", "search"]

@@ -8,7 +8,7 @@ from optuna.storages import RDBStorage
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from dg_lightning.study import shared
-from dg_lightning.study.shared import SharedStudy, storage_in
+from dg_lightning.study.shared import SharedStudy, sqlite_url
 
 
 @pytest.mark.parametrize("kind", [IntegrityError, ProgrammingError])
@@ -28,7 +28,7 @@ def test_tables_that_another_worker_has_just_made_are_no_error(
 
     monkeypatch.setattr(shared, "RDBStorage", racing)
     monkeypatch.setattr("time.sleep", lambda _: None)
-    study = SharedStudy(storage_in(tmp_path), "x", tmp_path / "workers")
+    study = SharedStudy(sqlite_url(tmp_path), "x", tmp_path / "workers")
     assert len(tried) == failures + 1
     assert study.study.study_name == "x"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from dg_lightning.cli.errors import Refusal
-from dg_lightning.study.settings import Variant, planned_trials, seeds_of
+from dg_lightning.study.settings import Variant, expand_seeds, plan_trials
 
 
 def test_every_variant_of_a_seed_comes_before_the_next_seed() -> None:
     variants = {"baseline": Variant(), "rigl": Variant()}
-    found = planned_trials("digits", variants, [3, 5], [])
+    found = plan_trials("digits", variants, [3, 5], [])
     assert [(t.variant, t.seed) for t in found] == [
         ("baseline", 3), ("rigl", 3), ("baseline", 5), ("rigl", 5)
     ]  # fmt: skip
@@ -18,7 +18,7 @@ def test_every_variant_of_a_seed_comes_before_the_next_seed() -> None:
 
 def test_options_of_a_variant_come_behind_those_of_the_study_and_know_the_seed() -> None:
     variant = Variant("digits/rigl", ["data.split_seed={seed}"])
-    (trial,) = planned_trials("digits", {"moving": variant}, [7], ["trainer.max_epochs=2"])
+    (trial,) = plan_trials("digits", {"moving": variant}, [7], ["trainer.max_epochs=2"])
     assert trial.arguments[0].endswith("rigl.yaml")
     assert trial.arguments[1:] == (
         "--trainer.max_epochs=2", "--data.split_seed=7", "--seed_everything=7"
@@ -29,7 +29,7 @@ def test_a_fingerprint_follows_content_and_options_not_the_place(tmp_path: Path)
     def fingerprint(text: str, name: str, *options: str) -> str:
         path = tmp_path / name
         path.write_text(text)
-        return planned_trials("x", {"a": Variant(str(path))}, [0], options)[0].fingerprint
+        return plan_trials("x", {"a": Variant(str(path))}, [0], options)[0].fingerprint
 
     same = fingerprint("a: 1", "one.yaml", "b=1")
     assert fingerprint("a: 1", "two.yaml", "b=1") == same
@@ -46,13 +46,13 @@ def test_a_fingerprint_follows_content_and_options_not_the_place(tmp_path: Path)
 
 def test_refuses() -> None:
     with pytest.raises(ValueError, match="needs `variants`"):
-        planned_trials("digits", {}, [0], [])
+        plan_trials("digits", {}, [0], [])
     with pytest.raises(ValueError, match=r"got '\.\./a'"):
-        planned_trials("digits", {"../a": Variant()}, [0], [])
+        plan_trials("digits", {"../a": Variant()}, [0], [])
     with pytest.raises(ValueError, match=r"key=value, got 'trainer'"):
-        planned_trials("digits", {"rigl": Variant()}, [0], ["trainer"])
+        plan_trials("digits", {"rigl": Variant()}, [0], ["trainer"])
     with pytest.raises(Refusal):
-        planned_trials("digits", {"ringle": Variant()}, [0], [])
+        plan_trials("digits", {"ringle": Variant()}, [0], [])
     for seeds in (0, [], [1, 1], [-1]):
         with pytest.raises(ValueError, match="`seeds`"):
-            seeds_of(seeds)
+            expand_seeds(seeds)

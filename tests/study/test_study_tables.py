@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dg_lightning.report.page import study_page
+from dg_lightning.study.report import study_page
 from dg_lightning.study.tables import (
     paired_difference,
     summarised,

@@ -1,0 +1,227 @@
+"""Compute budgets: how much gates use, and how to shift them so that a budget is met exactly.
+
+Usage is measured as deployed: hard gates, with their floors, and with the cost of deciding.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dg_lightning.budget.penalty import MacsPrices, mean_rates, without_a_price
+from dg_lightning.compute.macs import LinearMap, decision_macs, executed_macs, linear_maps
+from dg_lightning.gates.deployment import deployed_gate, floor_of, logit
+from dg_lightning.gates.protocol import GateLike, gate_layers
+
+__all__ = ["GateBudget", "Measure", "gate_budgets"]
+
+Measure: TypeAlias = Literal["macs", "open_rate"]
+
+_MOST_CANDIDATES = 4096
+_FAR = 0.5  # of the target
+_MISSED = 0.05  # of the budget: further off, a landing has failed
+_WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
+
+
+@contextmanager
+def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> Iterator[None]:
+    """Replace the gates of the last forward pass by the deployed ones."""
+    before = [gate.gate for gate in gates]
+    for gate in gates:
+        gate.gate = deployed_gate(gate, shifts.get(gate, 0.0)).float()
+    try:
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.gate = value
+
+
+class GateBudget:
+    """A budget for some gates: a share of their units, or of the MACs of linear maps.
+
+    Args:
+        gates: The gates that are penalised and shifted.
+        all_gates: All gates of the module.
+        maps: The linear maps whose MACs are counted.
+        measure: `macs` is executed MACs and decisions over the dense MACs of the maps, `open_rate`
+            open units over all units.
+        budget: The share.
+    """
+
+    def __init__(
+        self,
+        gates: Mapping[str, GateLike],
+        all_gates: Sequence[GateLike],
+        maps: Sequence[LinearMap],
+        measure: Measure,
+        budget: float,
+    ) -> None:
+        self.gates = gates
+        self.all_gates = all_gates
+        self.maps = maps
+        self.measure = measure
+        self.budget = budget
+        self.macs_dense = sum(m.macs_dense for m in maps)
+        units = torch.tensor([float(gate.units) for gate in gates.values()])
+        self.unit_shares = units / units.sum()
+        self.prices = MacsPrices(list(gates.values()), maps) if measure == "macs" else None
+
+    @torch.no_grad()
+    def used(self, shift: float = 0.0) -> Tensor:
+        """Return the share that the last forward pass used: 0-d, on the gates' device."""
+        gates = list(self.gates.values())
+        concerned = gates if self.measure == "open_rate" else self.all_gates
+        with _deployed(concerned, dict.fromkeys(gates, shift)):
+            if self.measure == "open_rate":
+                opened = [_row_mean(gate.gate.sum(-1)) * gate.block_size for gate in gates]  # type: ignore[union-attr]
+                return torch.stack(opened).sum() / sum(gate.units for gate in gates)
+            device = gates[0].threshold.device
+            counts = [executed_macs(m) for m in self.maps]
+            counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
+            # Counts that no gate changes are known on the host.
+            known = sum(float(count) for count in counts if count.device != device)
+            means = [_row_mean(count) for count in counts if count.device == device]
+            return (torch.stack(means).sum() + known) / self.macs_dense
+
+    @torch.no_grad()
+    def measured(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share that was used, the mean p of each gate, and the share they predict."""
+        used, rates = self.used(), mean_rates(self.gates)
+        return used, rates, self.usage(rates)
+
+    def _deciding(self) -> list[GateLike]:
+        """Return the gates whose decisions are part of the MACs."""
+        own = [m.output_gate for m in self.maps]
+        return [g for g in self.all_gates if g in self.gates.values() or g in own]
+
+    def least(self) -> float:
+        """Return the share that is used with every gate at its floor: the lowest budget."""
+        if self.measure == "open_rate":
+            floors = sum(floor_of(gate) * gate.block_size for gate in self.gates.values())
+            return floors / sum(gate.units for gate in self.gates.values())
+        total = 0.0
+        for m in self.maps:
+            rows, columns = m.output_gate if m.skips_rows else None, m.input_gate
+            total += m.connections * _floor_share(rows) * _floor_share(columns)
+        return (total + self.least_decisions() * self.macs_dense) / self.macs_dense
+
+    def least_decisions(self) -> float:
+        """Return the share of the decisions alone, with every gate at its floor."""
+        total = 0
+        for gate in self._deciding():
+            before = next((m.input_gate for m in self.maps if m.output_gate is gate), None)
+            inputs = None if before is None else torch.tensor(floor_of(before) * before.block_size)
+            total += int(gate.decision_macs(inputs))
+        return total / self.macs_dense
+
+    def refuse_if_impossible(self, name: str) -> None:
+        """Raise if gates at their floors use more than the budget."""
+        if (least := self.least()) > self.budget:
+            deciding = self.least_decisions() if self.measure == "macs" else 0.0
+            raise ValueError(
+                f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
+                f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
+                "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
+            )
+
+    def outcome(self, name: str, used: float, landed: bool) -> tuple[str, bool]:
+        """Return in words what was used when training ended, and whether the budget was missed."""
+        what = f"{_WORDS[self.measure]}{f' of {name}' if name else ''}"
+        state = "landed" if landed else "training ended before the landing"
+        line = f"{used:.2%} {what} for a budget of {self.budget:.2%} ({state})."
+        missed = landed and abs(used / self.budget - 1) > _MISSED
+        if missed:
+            line += (
+                " Many units have the same p and open together, or other gates use more than is "
+                "left: press longer (`begin`, `landing`), or raise the gates' learning rate."
+            )
+        return line, missed
+
+    def usage(self, rates: Tensor) -> Tensor:
+        """Return the usage that is penalised, from the mean p of each gate."""
+        if self.prices is not None:
+            return self.prices.usage(rates)
+        if self.unit_shares.device != rates.device:  # a copy waits for the device
+            self.unit_shares = self.unit_shares.to(rates.device)
+        return (rates * self.unit_shares).sum()
+
+    @torch.no_grad()
+    def shift_for(self, target: float) -> float:
+        """Return the shift of every ``z / τ`` with which at most `target` is used.
+
+        An equal shift keeps the learned order in which units open. 0 if nothing has to change.
+        """
+        distances = [
+            logit(gate.threshold) - logit(gate.probability.flatten())
+            for gate in self.gates.values()
+            if gate.probability is not None
+        ]
+        needed = torch.cat(distances).cpu().unique()  # the shift that opens each unit
+        if len(needed) > _MOST_CANDIDATES:
+            needed = needed[torch.linspace(0, len(needed) - 1, _MOST_CANDIDATES).long()]
+        halfway = (needed[1:] + needed[:-1]) / 2  # between two units nothing changes
+        shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
+        low, high = 0, len(shifts) - 1
+        while low < high:  # the largest shift that does not use too much
+            middle = (low + high + 1) // 2
+            if self.used(shifts[middle]) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        # Units with equal p open together: if that misses by far, take the nearer side.
+        nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
+        misses = self.used(shifts[low]) < (1 - _FAR) * target
+        chosen = nearest if misses else shifts[low]
+        impossible = self.used(shifts[0]) > target  # even with all closed
+        return 0.0 if impossible or self.used(chosen) == self.used() else chosen
+
+    def shift(self, amount: float) -> None:
+        """Add to every ``z / τ``."""
+        for gate in self.gates.values():
+            gate.shift_bias(amount * float(gate.temperature))
+
+
+def gate_budgets(
+    module: nn.Module, shares: Mapping[str, float], layers: Sequence[str] | None, measure: Measure
+) -> dict[str, GateBudget]:
+    """Return a budget for each group of gates, by name pattern.
+
+    The pattern "" means `layers`, and the MACs of the whole module.
+    """
+    everything, maps = gate_layers(module), linear_maps(module)
+    budgets: dict[str, GateBudget] = {}
+    for pattern, share in shares.items():
+        gates = gate_layers(module, [pattern] if pattern else layers)
+        for name, gate in gates.items():
+            if any(name in budget.gates for budget in budgets.values()):
+                raise ValueError(f"Two patterns of `budget` name the gate {name}: let one do.")
+            if getattr(gate, "k", None) is not None:
+                raise ValueError(
+                    f"{name} has a fixed number of open gates (`policy: top_k`), which no penalty "
+                    "changes: set its `k`, or another policy."
+                )
+        modules = [gate for gate in gates.values() if isinstance(gate, nn.Module)]
+        if not any(p.requires_grad for gate in modules for p in gate.parameters()):
+            raise ValueError(
+                f"The gates {', '.join(gates)} have no parameter to train, and cannot be brought "
+                "to a budget: let them require gradients."
+            )
+        if measure == "macs" and (unknown := without_a_price(gates, maps)):
+            raise ValueError(
+                f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
+                "declare it in `feeds` of the gate, or set `measure='open_rate'`."
+            )
+        before = [m for m in maps if not pattern or m.output_gate in gates.values()]
+        own = before or [m for m in maps if m.input_gate in gates.values()]
+        budgets[pattern] = GateBudget(gates, list(everything.values()), own, measure, share)
+    return budgets
+
+
+def _row_mean(count: Tensor) -> Tensor:
+    return count.double().mean()
+
+
+def _floor_share(gate: GateLike | None) -> float:
+    return 1.0 if gate is None else floor_of(gate) * gate.block_size / gate.units

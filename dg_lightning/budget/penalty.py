@@ -1,0 +1,205 @@
+"""Usage terms: what a penalty on gate usage adds to the loss (section 3.3 of the paper).
+
+Pure functions. The rate of a gate is its mean p over the (global) batch, or its mean g, whose
+gradient is that of p.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dg_lightning.compute.macs import LinearMap
+from dg_lightning.gates.protocol import GateLike, connection_mask
+
+__all__ = [
+    "MacsPrices",
+    "Usage",
+    "mean_rate",
+    "mean_rates",
+    "penalty",
+    "scale_gradient",
+    "unit_costs_by_connections",
+    "usage_term",
+    "without_a_price",
+]
+
+Usage: TypeAlias = Literal["linear", "expected_macs", "target", "hinge_below", "hinge_above"]
+
+
+def penalty(
+    gates: Mapping[str, GateLike],
+    usage: Usage = "linear",
+    *,
+    of: Literal["p", "g"] = "p",
+    targets: Tensor | None = None,
+    power: int = 2,
+    layer_weights: Tensor | None = None,
+    unit_shares: Mapping[str, Tensor] | None = None,
+    prices: "MacsPrices | None" = None,
+) -> Tensor:
+    """Return the usage of gates in their last forward pass, to be added to a loss.
+
+    Args:
+        gates: The gates by name, as `gate_layers` returns them.
+        usage: What is counted, see `usage_term`.
+        of: Whether rates are means of `p` or of the hard `g`.
+        targets: The rate that each gate should have, for `target` and the hinges.
+        power: 1 or 2, of the hinges.
+        layer_weights: A weight for each gate.
+        unit_shares: Weights of the blocks of a gate, which sum to 1, by gate.
+        prices: What gates cost, for `expected_macs`.
+
+    >>> from dg_lightning import GatedMLP, gate_layers
+    >>> net = GatedMLP(8, [4], 2, gate={"kind": "static", "initial_open_rate": 0.8})
+    >>> loss = net(torch.randn(3, 8)).square().mean()
+    >>> term = penalty(gate_layers(net))
+    >>> (loss + 0.1 * term).backward()
+    >>> round(term.item(), 3)
+    0.8
+    """
+    rates = mean_rates(gates, of, unit_shares)
+    return usage_term(
+        usage, rates, targets=targets, power=power, layer_weights=layer_weights, prices=prices
+    )
+
+
+def mean_rates(
+    gates: Mapping[str, GateLike],
+    of: Literal["p", "g"] = "p",
+    unit_shares: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
+
+    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them.
+
+    Raises:
+        RuntimeError: If a gate has not run yet.
+    """
+    means = []
+    for name, gate in gates.items():
+        value = gate.probability if of == "p" else gate.gate
+        if value is None:
+            raise RuntimeError(
+                f"Gate {name!r} has no probability: it took no part in the last forward pass."
+            )
+        means.append(mean_rate(value, None if unit_shares is None else unit_shares.get(name)))
+    return torch.stack(means)
+
+
+def mean_rate(value: Tensor, unit_shares: Tensor | None = None) -> Tensor:
+    """Return the mean of p or g of one gate: 0-d."""
+    return value.mean() if unit_shares is None else (value * unit_shares).sum(-1).mean()
+
+
+def usage_term(
+    usage: Usage,
+    rates: Tensor,
+    *,
+    targets: Tensor | None = None,
+    power: int = 2,
+    layer_weights: Tensor | None = None,
+    prices: "MacsPrices | None" = None,
+) -> Tensor:
+    """Return the usage of gates with these rates.
+
+    Args:
+        usage: `linear` is the sum of the rates; `target` of their squared distances to `targets`;
+            `hinge_below` and `hinge_above` of what they lack to `targets` or have above them, to
+            the given power; `expected_macs` the share of MACs, see `MacsPrices`.
+        rates: A rate for each gate.
+        targets: A rate for each gate.
+        power: Of the hinges.
+        layer_weights: A weight for each gate; for `expected_macs`, of its gradient only.
+        prices: Of `expected_macs`.
+
+    >>> rates = torch.tensor([0.5, 0.25])
+    >>> usage_term("linear", rates).item()
+    0.75
+    >>> usage_term("hinge_above", rates, targets=torch.tensor([0.25, 0.5]), power=1).item()
+    0.25
+    """
+    if usage == "expected_macs":
+        assert prices is not None
+        return prices.usage(
+            rates if layer_weights is None else scale_gradient(rates, layer_weights)
+        )
+    if usage == "linear":
+        terms = rates
+    else:
+        assert targets is not None
+        if usage == "target":
+            terms = (rates - targets).square()
+        else:
+            excess = (targets - rates if usage == "hinge_below" else rates - targets).relu()
+            terms = excess.square() if power == 2 else excess
+    return terms.sum() if layer_weights is None else (terms * layer_weights).sum()
+
+
+def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
+    """Return the same values, whose gradient is multiplied by factors.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_gradient(x, torch.tensor([1.0, 3.0])).sum().backward()
+    >>> x.grad.tolist()
+    [1.0, 3.0]
+    """
+    return values.detach() + factors * (values - values.detach())
+
+
+class MacsPrices:
+    """What the linear maps of a module cost, as a function of the rates of its gates.
+
+    The sum over linear maps of ``connections * mean p_in * mean p_out``, as a share of the dense
+    MACs. Unlike the linear term it knows what a unit costs: closing one saves its row and its
+    column.
+
+    Args:
+        gates: The gates, in the order of their rates; all others count as open.
+        maps: The linear maps.
+    """
+
+    def __init__(self, gates: Sequence[GateLike], maps: Sequence[LinearMap]) -> None:
+        self.maps = maps
+        self.macs_dense = sum(m.macs_dense for m in maps)
+        always_open = len(gates)  # the index of a rate of 1
+
+        def index(gate: GateLike | None) -> int:
+            return next((i for i, other in enumerate(gates) if other is gate), always_open)
+
+        self._outputs = torch.tensor([index(m.output_gate if m.skips_rows else None) for m in maps])
+        self._inputs = torch.tensor([index(m.input_gate) for m in maps])
+        self._connections: list[int] = []
+        self._shares = torch.empty(0)
+
+    def usage(self, rates: Tensor) -> Tensor:
+        """Return the expected share of the dense MACs."""
+        connections = [m.connections for m in self.maps]
+        if connections != self._connections or self._shares.device != rates.device:
+            shares = [count / self.macs_dense for count in connections]
+            self._connections, self._shares = connections, rates.new_tensor(shares)
+            self._outputs = self._outputs.to(rates.device)
+            self._inputs = self._inputs.to(rates.device)
+        rates = torch.cat([rates, rates.new_ones(1)])
+        return (self._shares * rates[self._outputs] * rates[self._inputs]).sum()
+
+
+def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
+    """Name the gates that no linear map depends on, which `expected_macs` cannot penalise."""
+    priced = [m.input_gate for m in maps] + [m.output_gate for m in maps if m.skips_rows]
+    return [name for name, gate in gates.items() if not any(gate is other for other in priced)]
+
+
+def unit_costs_by_connections(gate: GateLike, maps: Sequence[LinearMap]) -> list[float]:
+    """Count the connections that each block of a gate saves when it closes."""
+    costs = torch.zeros(gate.units)
+    for linear_map in maps:
+        linear = linear_map.linear
+        mask = connection_mask(linear)
+        if linear_map.output_gate is gate and linear_map.skips_rows:
+            costs += linear.in_features if mask is None else mask.sum(1).cpu()
+        if linear_map.input_gate is gate:
+            costs += linear.out_features if mask is None else mask.sum(0).cpu()
+    per_block: list[float] = costs.reshape(-1, gate.block_size).sum(-1).tolist()
+    return per_block

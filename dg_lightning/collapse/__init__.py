@@ -1,0 +1,18 @@
+"""Gate collapse: statistics over a training run, diagnosis, rescue."""
+
+from .diagnosis import MODES, GateState, Limits, Mode, Verdict, diagnose
+from .rescue import Rescue
+from .statistics import GateStatistics, open_shares, unit_rates
+
+__all__ = [
+    "MODES",
+    "GateState",
+    "GateStatistics",
+    "Limits",
+    "Mode",
+    "Rescue",
+    "Verdict",
+    "diagnose",
+    "open_shares",
+    "unit_rates",
+]

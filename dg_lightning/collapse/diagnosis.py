@@ -1,0 +1,254 @@
+"""Diagnosis of gate collapse.
+
+Section 4.1 of the paper distinguishes three failure modes by p and g; we add six. A diagnosis is
+arithmetic on plain numbers, which `statistics` measures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+__all__ = ["MODES", "GateState", "Limits", "Mode", "Verdict", "diagnose"]
+
+Mode: TypeAlias = Literal[
+    "closed_by_threshold",
+    "closed_by_penalty",
+    "phase_shock",
+    "all_open",
+    "identical_gates",
+    "input_independent",
+    "dead_units",
+    "always_on_units",
+    "flapping",
+]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class GateState:
+    """State of one gate at one check, in plain numbers.
+
+    Args:
+        step: Optimizer step.
+        p: Mean probability.
+        g: Fraction of gates that would be open in deployment.
+        floor: Minimum fraction of open gates.
+        threshold: θ.
+        temperature: τ.
+        initial_p: Initial p of the gate.
+        unit_spread: Standard deviation of p between units.
+        sample_spread: Standard deviation of p between samples, mean over units.
+        dead: Fraction of units that no sample opened within the window.
+        always_on: Fraction of units that every sample opened within the window.
+        flips: Fraction of units that changed from one optimizer step to the next.
+        input_dependent: Whether the gate reads its input.
+        begun: Whether anything has begun to close gates.
+        pressed: Fraction of training during which a penalty has acted on the gate.
+        fixed: Whether the number of open gates is fixed, as with top-k.
+        controlled: Whether a BudgetController sets the open rate.
+        keep: The keep target, if there is one.
+        factor: Phase factor of the penalty.
+    """
+
+    step: int
+    p: float
+    g: float
+    floor: float
+    threshold: float
+    temperature: float
+    initial_p: float
+    unit_spread: float
+    sample_spread: float
+    dead: float
+    always_on: float
+    flips: float
+    input_dependent: bool
+    begun: bool
+    pressed: float
+    fixed: bool = False
+    controlled: bool = False
+    keep: float | None = None
+    factor: float = 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of healthy gates.
+
+    Args:
+        closed: A gate with g at or below this (or the floor) is closed.
+        low_p: A closed gate with p below this fraction of its initial p was closed by the penalty,
+            otherwise by the threshold.
+        open: A gate with g at or above this is all open.
+        shock: Fraction of g lost at once in a phase shock.
+        spread: Values of p that differ by less, between units or samples, count as identical.
+        moved: Minimum change of p from its initial value for identical values to count.
+        units: Maximum fraction of dead or always-on units.
+        flips: Maximum fraction of static gates that change per step; three times that for a
+            GateNet, which sees new samples in every batch.
+        judged_after: Fraction of training under a penalty before failures to learn are reported.
+        patience: Number of consecutive checks that must agree.
+    """
+
+    closed: float = 0.02
+    low_p: float = 0.6
+    open: float = 0.99
+    shock: float = 0.5
+    spread: float = 1e-4
+    moved: float = 0.02
+    units: float = 0.9
+    flips: float = 0.1
+    judged_after: float = 0.5
+    patience: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("closed", "low_p", "open", "shock", "units", "judged_after"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("spread", "moved", "flips"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        if self.patience < 1:
+            raise ValueError(f"`patience` must be at least 1, got {self.patience}.")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A failure mode with its evidence, likely cause and remedy."""
+
+    mode: Mode
+    evidence: str
+    cause: str
+    remedy: str
+
+    def message(self, step: int, layer: str) -> str:
+        """Return the verdict as one line."""
+        return (
+            f"Gate collapse at step {step}, {layer}: {self.mode}. {self.evidence}. "
+            f"Likely cause: {self.cause}. Remedy: {self.remedy}."
+        )
+
+
+def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
+    """Return the failure shown by the latest states of a gate; None if it is healthy."""
+    recent = history[-limits.patience :]
+    now = recent[-1]
+    if len(recent) < limits.patience or not all(state.begun for state in recent):
+        return None
+    if all(_is_closed(state, limits) for state in recent):
+        return _detect_phase_shock(history, limits) or _diagnose_closed(now, limits)
+    judged = now.pressed >= limits.judged_after
+    identical = all(state.unit_spread < limits.spread for state in recent)
+    if identical and judged and abs(now.p - now.initial_p) > limits.moved:
+        return Verdict(
+            "identical_gates",
+            f"all units have p = {now.p:.3f}, and had {now.initial_p:.3f} at the start",
+            "the loss does not reach the gates, only the penalty does (a straight-through "
+            "estimator that is detached, or gates after the last layer that is trained)",
+            "let the gate's output multiply the units, with its gradient",
+        )
+    max_flips = 3 * limits.flips if now.input_dependent else limits.flips
+    if all(state.flips > max_flips for state in recent):
+        return Verdict(
+            "flapping",
+            f"{now.flips:.0%} of the gates change in a single step",
+            "gate learning rate too high, or p parked on θ",
+            "lower the gates' learning rate, raise τ, or move the keep target away from θ",
+        )
+    if all(state.g >= limits.open for state in recent):
+        intended = now.controlled or now.fixed or (now.keep is not None and now.keep >= 0.8)
+        return _all_open(now) if judged and not intended else None
+    return _diagnose_gate_net(recent, limits) if now.input_dependent and judged else None
+
+
+def _is_closed(state: GateState, limits: Limits) -> bool:
+    # A high floor is deliberate: resting on it is not a collapse.
+    floor = state.floor if state.floor <= 0.1 else 0.0
+    return state.g <= max(limits.closed, floor) + 1e-6 and not state.fixed
+
+
+def _diagnose_closed(now: GateState, limits: Limits) -> Verdict:
+    evidence = f"p is {now.p:.3f}, but {now.g:.1%} of the gates are open at θ = {now.threshold:.3g}"
+    if now.p >= limits.low_p * now.initial_p:
+        return Verdict(
+            "closed_by_threshold",
+            evidence,
+            "θ is too high for these p, or rose too fast",
+            "lower θ, raise it later, or press the mean p away from it",
+        )
+    cold = now.temperature < 0.5
+    return Verdict(
+        "closed_by_penalty",
+        f"p fell from {now.initial_p:.3f} to {now.p:.3f}, {now.g:.1%} of the gates are open",
+        f"τ = {now.temperature:.3g} is so low that the sigmoid saturates"
+        if cold
+        else "the penalty's weight is too large, or its ramp too fast",
+        "raise τ and cool more slowly" if cold else "lower the weight, or ramp it up more slowly",
+    )
+
+
+def _detect_phase_shock(history: Sequence[GateState], limits: Limits) -> Verdict | None:
+    """Detect a collapse that coincides with a jump in a phase's settings."""
+    last_open = next((s for s in reversed(history) if not _is_closed(s, limits)), None)
+    if last_open is None:
+        return None
+    after = next(s for s in history if s.step > last_open.step)
+    if after.g > (1 - limits.shock) * last_open.g or last_open.g < 0.1:
+        return None
+    jumps = []
+    if abs(after.threshold - last_open.threshold) >= 0.05:
+        jumps.append(f"θ from {last_open.threshold:.3g} to {after.threshold:.3g}")
+    if last_open.keep is not None and after.keep is not None:
+        if abs(after.keep - last_open.keep) >= 0.1:
+            jumps.append(f"the keep target from {last_open.keep:.3g} to {after.keep:.3g}")
+        if abs(after.factor - last_open.factor) >= 0.25:
+            jumps.append(f"the factor of λ from {last_open.factor:.3g} to {after.factor:.3g}")
+    if len(jumps) < 2:
+        return None
+    return Verdict(
+        "phase_shock",
+        f"open gates fell from {last_open.g:.1%} to {after.g:.1%} between step {last_open.step} "
+        f"and {after.step}, as the phases moved {' and '.join(jumps)}",
+        "the phases are joined with a jump",
+        "join them smoothly (`join`), and stop at a keep of about 0.30 before the last one",
+    )
+
+
+def _all_open(now: GateState) -> Verdict:
+    return Verdict(
+        "all_open",
+        f"{now.g:.1%} of the gates are open after {now.pressed:.0%} of the training under pressure",
+        "the penalty's weight is too small, or the gates' learning rate",
+        "raise the weight (BudgetController finds one), or the gates' learning rate",
+    )
+
+
+def _diagnose_gate_net(recent: Sequence[GateState], limits: Limits) -> Verdict | None:
+    now = recent[-1]
+    if all(state.sample_spread < 10 * limits.spread for state in recent):
+        return Verdict(
+            "input_independent",
+            f"p differs by {now.sample_spread:.1e} between samples at {now.g:.1%} open gates",
+            "the GateNet does not read its input: dead, cut off, or pressed too early",
+            "begin the penalty later, raise the gates' learning rate, or use a static gate, which "
+            "costs nothing",
+        )
+    if all(state.dead > limits.units for state in recent):
+        return Verdict(
+            "dead_units",
+            f"{now.dead:.0%} of the units were opened by no sample",
+            "the GateNet has closed them, and their gradients do not reopen them",
+            "revive them (MinimumActivity), lower the weight, or make the layer narrower",
+        )
+    if all(state.always_on > limits.units for state in recent) and not now.controlled:
+        return Verdict(
+            "always_on_units",
+            f"{now.always_on:.0%} of the units were opened by every sample",
+            "the penalty is too weak for the GateNet to earn its own cost",
+            "raise the weight, or use a static gate",
+        )
+    return None

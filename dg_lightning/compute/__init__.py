@@ -1,0 +1,27 @@
+"""The compute ledger: exact executed MACs and the metrics derived from them."""
+
+from .macs import (
+    LinearMap,
+    decision_macs,
+    executed_macs,
+    expected_macs,
+    gate_submodules,
+    linear_maps,
+    needed_parameters,
+    uncounted_modules,
+)
+from .metric import ComputeLedger
+from .report import ComputeReport
+
+__all__ = [
+    "ComputeLedger",
+    "ComputeReport",
+    "LinearMap",
+    "decision_macs",
+    "executed_macs",
+    "expected_macs",
+    "gate_submodules",
+    "linear_maps",
+    "needed_parameters",
+    "uncounted_modules",
+]

@@ -1,0 +1,139 @@
+"""MACs of a whole network: runs of each linear map, and the cost of all other modules."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.backends import mha
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
+
+from dg_lightning.compute.macs import linear_maps, uncounted_modules
+from dg_lightning.gates.protocol import gate_layers
+
+__all__ = ["CountWholeNet", "WholeNet"]
+
+
+@dataclass(frozen=True)
+class WholeNet:
+    """Compute of a whole network that its list of linear maps does not show.
+
+    Args:
+        runs: Runs of each linear map per sample, by name; one for each position of a sequence.
+        other: MACs per sample of everything else, such as convolutions and attention.
+        uncounted: Modules with weights that ran but are unknown to torch's counter.
+    """
+
+    runs: dict[str, float] = field(default_factory=dict)
+    other: int = 0
+    uncounted: tuple[str, ...] = ()
+
+
+class CountWholeNet:
+    """Context manager that counts a forward pass with torch's FLOP counter (dense products).
+
+    Computation outside the module and its children, such as a loss or metric, is not counted.
+
+    Args:
+        module: The network, or a module that contains it.
+
+    >>> from dg_lightning import GatedLinear
+    >>> net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), GatedLinear(8, 4), nn.Linear(4, 2))
+    >>> with CountWholeNet(net) as count:
+    ...     _ = net(torch.zeros(5, 1, 6))
+    >>> count.result(samples=5)
+    WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24, uncounted=())
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._counter = FlopCounterMode(display=False)
+        self._stack = ExitStack()
+        gates = gate_layers(module, required=False)
+        self._maps = {m.name: m for m in linear_maps(module)}
+        self._tracked: dict[str, Any] = {name: m.linear for name, m in self._maps.items()}
+        self._tracked |= gates
+        self._gates = gates
+        self._others = uncounted_modules(module)
+        self._tracked |= {name: module.get_submodule(name) for name in self._others if name}
+        self._flops = dict.fromkeys(self._tracked, 0)
+        self._ran: set[str] = set()
+        children = [child for child in module.children() if not isinstance(child, Metric)]
+        self._roots = [module, *children]
+        self._depth = 0
+        self._total = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for name, module in self._tracked.items():
+                if isinstance(module, nn.Module):
+                    self._track(stack, name, module)
+            for root in self._roots:
+                self._track_root(stack, root)
+            # The counter sees only plain products: no compiled code, no fused attention.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+            mha.set_fastpath_enabled(False)
+            stack.enter_context(self._counter)
+            self._stack = stack.pop_all()
+        return self
+
+    def _track(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+        before: list[int] = []
+
+        def on_enter(*_: Any) -> None:
+            self._ran.add(name)
+            before.append(self._counter.get_total_flops())
+
+        def on_exit(*_: Any) -> None:
+            self._flops[name] += self._counter.get_total_flops() - before.pop()
+
+        stack.callback(module.register_forward_pre_hook(on_enter).remove)
+        stack.callback(module.register_forward_hook(on_exit).remove)
+
+    def _track_root(self, stack: ExitStack, root: nn.Module) -> None:
+        before: list[int] = []
+
+        def on_enter(*_: Any) -> None:
+            self._depth += 1
+            before.append(self._counter.get_total_flops())
+
+        def on_exit(*_: Any) -> None:
+            self._depth -= 1
+            inside = self._counter.get_total_flops() - before.pop()
+            self._total += 0 if self._depth else inside  # only the outermost call
+
+        stack.callback(root.register_forward_pre_hook(on_enter).remove)
+        stack.callback(root.register_forward_hook(on_exit).remove)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def result(self, samples: int) -> WholeNet | None:
+        """Return the counts per sample, or None if a gated map did not run as a module.
+
+        An ungated map that did not, such as the output projection of torch's attention, has no
+        runs; its MACs are in `other`.
+        """
+        not_run = [self._maps[name] for name in self._maps if self._flops[name] == 0]
+        if any(m.input_gate is not None or m.output_gate is not None for m in not_run):
+            return None
+        runs = {
+            name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()
+        }
+        for name, gate in self._gates.items():
+            if decision := int(gate.decision_macs()):
+                runs[name] = self._flops[name] / (2 * decision * samples)
+        counted = sum(self._flops[name] for name in (*self._maps, *self._gates))
+        other = self._total - counted
+        unknown = [n for n in self._others if n in self._ran and self._flops[n] == 0]
+        return WholeNet(runs, round(other / (2 * samples)), tuple(unknown))

@@ -1,0 +1,221 @@
+"""The gate protocol: what callbacks and the compute ledger require of a gate.
+
+A gate is any `nn.Module` with the attributes of `GateLike`; it need not derive from our classes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+from typing_extensions import TypeIs, get_protocol_members
+
+__all__ = [
+    "Feeds",
+    "GateLike",
+    "by_pattern",
+    "connection_mask",
+    "count_connections",
+    "detach_graph",
+    "gate_layers",
+    "matching",
+    "preserve_probability",
+    "set_connections",
+    "set_initial_temperature",
+]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """Position of a gate between linear maps. Unknown parts stay empty and claim no savings.
+
+    Args:
+        producer: The map whose outputs are gated; None for a gate on the network's input.
+        skips_rows: Whether closed outputs need not be computed: the gate is known before the
+            product, and nothing between product and gate mixes the units.
+        consumers: The maps whose inputs are exactly zero where the gate is closed.
+    """
+
+    producer: nn.Linear | None = None
+    skips_rows: bool = False
+    consumers: tuple[nn.Linear, ...] = ()
+
+
+class GateLike(Protocol):
+    """The gate protocol. `probability` and `gate` hold one entry per block of units."""
+
+    units: int
+    block_size: int
+    input_dependent: bool
+    initial_open_rate: float
+    temperature: Tensor  # 0-d buffer, changed in place
+    threshold: Tensor  # 0-d buffer, changed in place
+    min_open: Tensor  # 0-d buffer, changed by set_min_open
+    probability: Tensor | None  # of the last forward pass, with its graph
+    gate: Tensor | None  # of the last forward pass, with its graph
+    feeds: Feeds
+
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
+        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
+
+    def set_min_open(self, min_open: int | float) -> None:
+        """Set the minimum number of open gates: an int is a count, a float a fraction."""
+
+    def shift_bias(self, delta: float) -> None:
+        """Add `delta` to the logit of every unit."""
+
+    def revive(self, units: Tensor) -> None:
+        """Reset units, given by index or as a bool mask, to their initial open rate."""
+
+
+_MEMBERS = get_protocol_members(GateLike)
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def is_gate(thing: object) -> TypeIs[GateLike]:
+    """Return True if `thing` implements the gate protocol.
+
+    `isinstance` does not work: since Python 3.12 it ignores buffers, which use `__getattr__`.
+    """
+    return all(hasattr(thing, name) for name in _MEMBERS)
+
+
+def gate_layers(
+    module: nn.Module, layers: Sequence[str] | None = None, *, required: bool = True
+) -> dict[str, GateLike]:
+    """Return the gates of a module by their names in `named_modules`.
+
+    Args:
+        module: The module to search.
+        layers: Shell-style name patterns (`"hidden.*"`); None means all gates.
+        required: Whether to raise an error if there are no gates.
+
+    Raises:
+        ValueError: If there is no gate, or a pattern matches none.
+
+    >>> from dg_lightning import GatedMLP
+    >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
+    ['hidden.0.gate', 'hidden.1.gate']
+    """
+    gates = {name: child for name, child in module.named_modules() if is_gate(child)}
+    # A wrapper such as torch.compile's looks like the gate inside it: keep the innermost one.
+    found = {
+        plain_name(name): gate
+        for name, gate in gates.items()
+        if not any(other.startswith(f"{name}.") for other in gates)
+    }
+    if required and not found:
+        raise ValueError(
+            f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
+            "(GatedMLP: `gate: {kind: static}`), or give them a StaticGate or DynamicGate."
+        )
+    return matching(found, layers, "gate")
+
+
+def matching(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
+    """Return the entries whose name matches any of the patterns; all entries if `layers` is None.
+
+    >>> matching({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
+    {'hidden.0': 1}
+    """
+    if layers is None:
+        return found
+    if not layers or isinstance(layers, str):
+        raise ValueError(
+            f"`layers` must be a list of name patterns, got {layers!r}; "
+            f"there are {', '.join(found)}."
+        )
+    for pattern in layers:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(f"No {what} is named {pattern!r}; there are {', '.join(found)}.")
+    return {
+        name: thing
+        for name, thing in found.items()
+        if any(fnmatchcase(name, pattern) for pattern in layers)
+    }
+
+
+def by_pattern(
+    argument: str, given: Mapping[str, T], named: Mapping[str, Any], default: D
+) -> list[T | D]:
+    """Return, for each name, the value of the first matching pattern, or `default`.
+
+    >>> by_pattern("target", {"hidden.*": 0.3}, {"input_gate": None, "hidden.0.gate": None}, 1.0)
+    [1.0, 0.3]
+    """
+    for pattern in given:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            raise ValueError(
+                f"`{argument}` names {pattern!r}, which fits none; there are {', '.join(named)}."
+            )
+    return [
+        next((value for pattern, value in given.items() if fnmatchcase(name, pattern)), default)
+        for name in named
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Strip wrapper names from a module name, so that logged keys do not depend on wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def set_initial_temperature(gate: GateLike, temperature: float) -> None:
+    """Set the temperature at the start of training, preserving every unit's p.
+
+    The initial bias is ``τ logit(p0)``, where τ is the temperature that training starts with.
+    """
+    before = float(gate.temperature)
+    if math.isclose(before, temperature, rel_tol=1e-6):
+        return
+    preserve_probability(gate, temperature / before, gate.initial_open_rate)
+    gate.temperature.fill_(temperature)
+
+
+def preserve_probability(gate: GateLike, factor: float, typical: float) -> None:
+    """Compensate the logits for multiplying the temperature by `factor`, so that p is unchanged.
+
+    A gate that cannot scale its logits preserves only the typical p.
+    """
+    if hasattr(gate, "scale_logits"):
+        gate.scale_logits(factor)
+    else:
+        z = float(gate.temperature) * math.log(typical / (1 - typical))
+        gate.shift_bias((factor - 1) * z)
+
+
+def detach_graph(gates: Iterable[GateLike]) -> None:
+    """Detach the recorded probabilities and gates from their graph."""
+    for gate in gates:
+        if gate.probability is not None and gate.gate is not None:
+            gate.probability, gate.gate = gate.probability.detach(), gate.gate.detach()
+
+
+def connection_mask(layer: nn.Module) -> Tensor | None:
+    """Return the bool mask of existing connections, shaped like the weight; None if all exist."""
+    return getattr(layer, "connection_mask", None)
+
+
+def count_connections(layer: nn.Linear) -> int:
+    """Return the number of connections of a linear layer."""
+    mask = connection_mask(layer)
+    if mask is None:
+        return layer.in_features * layer.out_features
+    known: int | None = getattr(layer, "connection_count", None)
+    return int(mask.sum()) if known is None else known  # counting synchronizes with the device
+
+
+def set_connections(layer: nn.Module, mask: Tensor | None, count: int | None = None) -> None:
+    """Set the connection mask of a layer; None if all connections exist.
+
+    Stored as plain attributes, so the layer's state dict does not change.
+    """
+    for name in ("connection_mask", "connection_count"):
+        vars(layer).pop(name, None)
+    if mask is not None:
+        count = int(mask.sum()) if count is None else count
+        vars(layer).update(connection_mask=mask, connection_count=count)

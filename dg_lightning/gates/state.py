@@ -1,0 +1,64 @@
+"""Per-gate state shared by the callbacks of one Trainer.
+
+Callbacks do not know each other. Each field has one writer, so no callback overwrites another's
+value: a gate's temperature and threshold are the scheduled value plus the rescue offset, and its
+penalty weight is multiplied by the phase factor and the rescue factor.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dg_lightning.gates.protocol import GateLike
+
+__all__ = ["SharedState", "set_temperature", "set_threshold", "shared_state"]
+
+_LOWEST_TEMPERATURE = 1e-3
+_HIGHEST_THRESHOLD = 0.999
+
+
+@dataclass
+class SharedState:
+    """State of one gate shared by callbacks; comments name the writer of each field."""
+
+    temperature: float | None = None  # TemperatureAnnealing
+    threshold: float | None = None  # ThresholdPhases
+    keep: float | None = None  # ThresholdPhases: fraction of gates to keep open
+    phase_factor: float = 1.0  # ThresholdPhases
+    penalty_active: bool | None = None  # GatePenalty, BudgetController: True once it acts
+    controlled: bool = False  # BudgetController: it sets the open rate
+    frozen: bool = False  # BudgetController: landed, must not be changed
+    temperature_offset: float = 0.0  # CollapseDetector
+    threshold_offset: float = 0.0  # CollapseDetector
+    rescue_factor: float = 1.0  # CollapseDetector
+
+    @property
+    def factor(self) -> float:
+        """Multiplier of the weight of every penalty on this gate."""
+        return self.phase_factor * self.rescue_factor
+
+
+# Keyed by Trainer, so that a later fit starts fresh; kept outside the gates, so that it is neither
+# copied nor pickled with a model.
+_STATES: WeakKeyDictionary[Any, WeakKeyDictionary[Any, SharedState]] = WeakKeyDictionary()
+
+
+def shared_state(trainer: Any, gate: GateLike) -> SharedState:
+    """Return the state of a gate shared by the callbacks of this Trainer."""
+    return _STATES.setdefault(trainer, WeakKeyDictionary()).setdefault(gate, SharedState())
+
+
+def set_temperature(gate: GateLike, shared: SharedState, value: float) -> None:
+    """Set the scheduled temperature; the gate receives it plus the rescue offset."""
+    if shared.frozen:
+        return
+    shared.temperature = value
+    gate.temperature.fill_(max(value + shared.temperature_offset, _LOWEST_TEMPERATURE))
+
+
+def set_threshold(gate: GateLike, shared: SharedState, value: float) -> None:
+    """Set the scheduled threshold; the gate receives it plus the rescue offset."""
+    if shared.frozen:
+        return
+    shared.threshold = value
+    gate.threshold.fill_(min(max(value + shared.threshold_offset, 0.0), _HIGHEST_THRESHOLD))

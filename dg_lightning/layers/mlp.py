@@ -1,0 +1,204 @@
+"""Gated layers: plain modules that read like the equations of section 3 of the paper."""
+
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dg_lightning.gates import GateSettings, make_gate
+from dg_lightning.gates.protocol import Feeds, is_gate
+
+__all__ = ["GatedLinear", "GatedMLP"]
+
+Activation: TypeAlias = Literal["relu", "gelu", "silu", "tanh"]
+Norm: TypeAlias = Literal["layer", "batch"]
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+_NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+
+
+class GatedLinear(nn.Module):
+    """One hidden layer: ``h' = dropout(g(h) * activation(norm(W h + b)))``.
+
+    The gate reads the layer's input, so it is known before the product and the rows of closed units
+    can be skipped (except with a layer norm, which needs all of them).
+
+    Args:
+        in_features: Number of inputs.
+        out_features: Number of units.
+        gate: A gate (any implementation of `protocol.GateLike`) or its settings as plain values;
+            None for a dense layer.
+        activation: Nonlinearity after the norm.
+        norm: Normalisation after the product.
+        dropout: Dropout probability of the outputs.
+        bias: Whether to add a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; those of the gate stay in float32 or wider.
+
+    >>> layer = GatedLinear(8, 4, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
+    >>> layer(torch.randn(5, 8)).shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        gate: nn.Module | GateSettings | None = None,
+        activation: Activation = "relu",
+        norm: Norm | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}."
+            )
+        self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.norm = _norm(norm, out_features, device, dtype)
+        self.activation = _ACTIVATIONS[activation]()
+        if gate is not None and not isinstance(gate, nn.Module):
+            gate = make_gate(gate, in_features, out_features, device, dtype)
+        if gate is not None:
+            self._attach(gate, skips_rows=norm != "layer")
+        self.gate = gate
+        self.dropout = nn.Dropout(dropout)
+
+    def _attach(self, gate: nn.Module, skips_rows: bool) -> None:
+        if not is_gate(gate):
+            raise TypeError(
+                f"`gate` must be a gate or its settings, got {type(gate).__name__}: "
+                "dg_lightning.gates.protocol.GateLike says what a gate has."
+            )
+        if gate.units != self.linear.out_features:
+            raise ValueError(
+                f"The gate has {gate.units} units, the layer {self.linear.out_features}: "
+                "they must be equal."
+            )
+        if gate.feeds.producer is not None:
+            raise ValueError("The gate belongs to another layer already: give each its own.")
+        gate.feeds = Feeds(producer=self.linear, skips_rows=skips_rows)
+
+    @override
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.activation(self.norm(self.linear(h)))
+        if self.gate is not None:
+            out = self.gate(h).to(out.dtype) * out
+        dropped: Tensor = self.dropout(out)
+        return dropped
+
+
+class GatedMLP(nn.Module):
+    """A multi-layer perceptron with gated hidden units and, optionally, gated inputs.
+
+    Without gates it is a plain MLP; with all gates open its output is bitwise equal to that MLP's.
+    Inputs of any shape ``(batch, ...)`` are flattened.
+
+    Args:
+        in_features: Number of inputs.
+        hidden: Width of each hidden layer.
+        num_classes: Number of outputs.
+        activation: Nonlinearity of the hidden layers.
+        norm: Normalisation of the hidden layers, between product and activation.
+        dropout: Dropout probability of the hidden outputs, after the gate.
+        gate: Gate settings for every hidden layer, or a list with one entry per layer.
+        input_gate: Settings of the gate on the inputs.
+        input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so the
+            ledger claims no savings for them.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters; those of the gates stay in float32 or wider.
+
+    >>> mlp = GatedMLP(784, [256], 10, gate={"kind": "static"}, input_gate={"kind": "static"})
+    >>> mlp(torch.randn(5, 1, 28, 28)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden: list[int],
+        num_classes: int,
+        activation: Activation = "relu",
+        norm: Norm | None = None,
+        dropout: float = 0.0,
+        gate: GateSettings | list[GateSettings | None] | None = None,
+        input_gate: GateSettings | None = None,
+        input_norm: Norm | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        gates = gate if isinstance(gate, list) else [gate] * len(hidden)
+        if len(gates) != len(hidden):
+            raise ValueError(
+                f"`gate` must be one gate or one for each of {len(hidden)} hidden layers, "
+                f"got {len(gates)}."
+            )
+        widths = [in_features, *hidden]
+        if min(*widths, num_classes) < 1:
+            raise ValueError(f"Widths must be at least 1, got {[*widths, num_classes]}.")
+        self.in_features = in_features
+        self.input_gate = (
+            None
+            if input_gate is None
+            else make_gate(input_gate, in_features, in_features, device, dtype)
+        )
+        self.input_norm = _norm(input_norm, in_features, device, dtype)
+        self.hidden = nn.ModuleList(
+            GatedLinear(
+                n_in,
+                n_out,
+                gate=settings,
+                activation=activation,
+                norm=norm,
+                dropout=dropout,
+                device=device,
+                dtype=dtype,
+            )
+            for n_in, n_out, settings in zip(widths, hidden, gates, strict=False)
+        )
+        self.output = nn.Linear(widths[-1], num_classes, device=device, dtype=dtype)
+        self._connect(input_is_normalised=input_norm is not None)
+
+    def _connect(self, input_is_normalised: bool) -> None:
+        """Register the map that consumes each gate's outputs."""
+        maps = [layer.linear for layer in self.layers()] + [self.output]
+        if self.input_gate is not None and not input_is_normalised:
+            self.input_gate.feeds = Feeds(consumers=(maps[0],))
+        for layer, consumer in zip(self.layers(), maps[1:], strict=True):
+            if is_gate(layer.gate):
+                layer.gate.feeds = replace(layer.gate.feeds, consumers=(consumer,))
+
+    def layers(self) -> list[GatedLinear]:
+        """Return the hidden layers."""
+        return [layer for layer in self.hidden if isinstance(layer, GatedLinear)]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        if self.input_gate is not None:
+            h = self.input_gate(h).to(h.dtype) * h
+        h = self.input_norm(h)
+        for layer in self.hidden:
+            h = layer(h)
+        logits: Tensor = self.output(h)
+        return logits
+
+
+def _norm(norm: Norm | None, width: int, device: Any, dtype: torch.dtype | None) -> nn.Module:
+    if norm is None:
+        return nn.Identity()
+    if norm not in _NORMS:
+        raise ValueError(f"`norm` must be one of {', '.join(_NORMS)} or None, got {norm!r}.")
+    return _NORMS[norm](width, device=device, dtype=dtype)

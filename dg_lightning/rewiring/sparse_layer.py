@@ -1,0 +1,237 @@
+"""A sparse layer: its mask, applied to weight and optimizer state, and its figures."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from dg_lightning.gates.protocol import set_connections
+
+from .structures import Structure
+from .zeroing import zero_outside
+
+__all__ = [
+    "WEIGHT_BY_WEIGHT",
+    "SparseLayer",
+    "change_connections",
+    "pack_mask",
+    "parameter_state",
+    "reset_state",
+    "unpack_mask",
+]
+
+_SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
+
+# Optimizers that leave a weight of 0 alone if its gradient and state are 0; a subclass may not.
+WEIGHT_BY_WEIGHT = frozenset({
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
+    optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+})  # fmt: skip
+# State that does not start at 0: its name, and the setting that it starts with.
+_STARTS = {
+    optim.Adagrad: {"sum": "initial_accumulator_value"},
+    optim.Rprop: {"step_size": "lr"},
+}
+
+
+class SparseLayer:
+    """A layer with a mask of the connections that exist.
+
+    The weight stays a plain parameter that holds exact zeros, and its gradient stays dense, so that
+    it tells what a missing connection would do. The mask is announced on the layer
+    (`gates.set_connections`), and is changed in place.
+
+    Args:
+        name: The layer's name.
+        layer: A linear or convolution layer.
+        mask: The connections that exist, bool, of the shape of the weight.
+        structure: The structure that they keep to.
+    """
+
+    def __init__(
+        self, name: str, layer: nn.Module, mask: Tensor, structure: Structure | None = None
+    ) -> None:
+        self.name = name
+        self.layer = layer
+        self.structure = structure or Structure()
+        self.weight = cast(nn.Parameter, layer.weight)
+        self.mask = mask.to(self.weight.device, copy=True)
+        self.changed_at = 0  # the last step after which connections changed, or should have
+        self.churn = 0.0  # the share of connections that the last change has made
+        self._stride = _even_stride(self.mask.numel(), self.mask[0].numel())
+        self._explored = self._sample(self.mask).clone()
+        self._take(self._counts(self.mask).tolist())
+        self.apply()
+
+    @property
+    def full(self) -> bool:
+        """Whether every connection exists."""
+        return self.count == self.mask.numel()
+
+    def move(self) -> None:
+        """Follow the weight to its device."""
+        device = self.weight.device
+        self.mask, self._explored = self.mask.to(device), self._explored.to(device)
+        set_connections(self.layer, self.mask, self.count)
+
+    def apply(self) -> None:
+        """Set the weights of missing connections to exactly 0."""
+        zero_outside([(self.weight, self.mask)])
+
+    def clean(self, optimizer: Optimizer) -> None:
+        """Reset weight and optimizer state of missing connections."""
+        self.apply()
+        reset_state(optimizer, self.weight, keep=self.mask)
+
+    def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
+        """Take a new mask, see `change_connections`."""
+        change_connections({self: mask}, optimizer)
+
+    def _counts(self, mask: Tensor) -> Tensor:
+        """Return the figures of a new mask, on its device."""
+        matrix = mask.flatten(1)
+        explored = self._explored | self._sample(mask)
+        made = mask & ~self.mask
+        counted = (mask, made, ~matrix.any(0), ~matrix.any(1), explored)
+        return torch.stack([torch.count_nonzero(values) for values in counted])
+
+    def _take(self, counts: list[int]) -> None:
+        """Keep the figures of the mask."""
+        self.count, made, self.dead_inputs, self.dead_outputs, explored = counts
+        self.churn = made / max(1, self.count)
+        self.itop = explored / len(self._explored)
+        set_connections(self.layer, self.mask, self.count)
+
+    def _sample(self, mask: Tensor) -> Tensor:
+        return mask.flatten()[:: self._stride]
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that are logged.
+
+        `itop` is the share of positions that have ever had a connection (in-time
+        over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
+        """
+        return {
+            "density": self.count / self.mask.numel(),
+            "churn": self.churn,
+            "itop": self.itop,
+            "dead_inputs": float(self.dead_inputs),
+            "dead_outputs": float(self.dead_outputs),
+        }
+
+    def checksum(self) -> int:
+        """Return a checksum of the mask."""
+        return crc32(pack_mask(self.mask).numpy().tobytes())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mask, eight connections a byte, and the figures that have a history."""
+        return {
+            "mask": pack_mask(self.mask),
+            "shape": list(self.mask.shape),
+            "explored": pack_mask(self._explored),
+            "churn": self.churn,
+            "changed_at": self.changed_at,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.mask.copy_(unpack_mask(state["mask"], state["shape"]))
+        self._explored = unpack_mask(state["explored"], self._explored.shape).to(self.mask.device)
+        self._take(self._counts(self.mask).tolist())
+        self.churn, self.changed_at = state["churn"], state["changed_at"]
+        self.apply()
+
+
+@torch.no_grad()
+def change_connections(
+    masks: Mapping[SparseLayer, Tensor],
+    optimizer: Optimizer | None,
+    scores: Sequence[Tensor] = (),
+) -> bool:
+    """Give layers new masks: new and dropped connections start at 0, all others are not touched.
+
+    Waits for the device once.
+
+    Args:
+        masks: The new masks.
+        optimizer: The optimizer whose state is reset for connections that change.
+        scores: The scores that the masks rest on.
+
+    Returns:
+        False if a score is not finite; nothing has changed then.
+    """
+    counts = [layer._counts(mask).double() for layer, mask in masks.items()]
+    # A sum in double precision is finite if and only if all scores are.
+    sums = [score.sum(dtype=torch.float64).reshape(1) for score in scores]
+    device = next((value.device for value in (*counts, *sums)), None)
+    if device is None:
+        return True
+    read: list[float] = torch.cat([value.to(device) for value in (*counts, *sums)]).tolist()
+    if not all(map(math.isfinite, read)):
+        return False
+    for index, (layer, mask) in enumerate(masks.items()):
+        same = mask == layer.mask
+        layer.mask.copy_(mask)
+        layer._explored |= layer._sample(mask)
+        layer._take([int(value) for value in read[5 * index : 5 * index + 5]])
+        zero_outside([(layer.weight, same)])
+        if optimizer is not None:
+            reset_state(optimizer, layer.weight, keep=same)
+    return True
+
+
+def parameter_state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state of a parameter that has its shape: one value for each weight."""
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            yield name, value
+
+
+@torch.no_grad()
+def reset_state(optimizer: Optimizer, parameter: nn.Parameter, keep: Tensor) -> None:
+    """Reset the optimizer's state of the weights outside of `keep` to what it starts with.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    >>> weight.grad = torch.ones(2)
+    >>> optimizer.step()
+    >>> reset_state(optimizer, weight, keep=torch.tensor([False, True]))
+    >>> optimizer.state[weight]["momentum_buffer"].tolist()
+    [0.0, 1.0]
+    """
+    starts = next((s for kind, s in _STARTS.items() if isinstance(optimizer, kind)), {})
+    for name, value in parameter_state(optimizer, parameter):
+        if name in starts:
+            groups = optimizer.param_groups
+            group = next(g for g in groups if any(p is parameter for p in g["params"]))
+            value.masked_fill_(~keep, float(group[starts[name]]))
+        else:
+            zero_outside([(value, keep)])
+
+
+def _even_stride(positions: int, columns: int) -> int:
+    """Return the stride of a sample of positions, row by row, that visits all columns evenly."""
+    stride = math.ceil(positions / _SAMPLED)
+    while math.gcd(stride, columns) > 1 and stride > 1:
+        stride += 1
+    return stride
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Pack a mask, eight entries a byte.
+
+    >>> pack_mask(torch.tensor([True, False, True])).tolist()
+    [160]
+    """
+    return torch.from_numpy(np.packbits(mask.cpu().numpy()))
+
+
+def unpack_mask(bits: Tensor, shape: Any) -> Tensor:
+    """Unpack a mask that `pack_mask` has packed."""
+    values = np.unpackbits(bits.cpu().numpy(), count=math.prod(shape))
+    return torch.from_numpy(values.astype(bool)).reshape(tuple(shape))

@@ -1,0 +1,32 @@
+"""Quiet mode, which prints only warnings and errors."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+__all__ = ["is_quiet", "quietly"]
+
+_VARIABLE = "DG_QUIET"  # an environment variable, so that worker processes inherit it
+
+
+def is_quiet() -> bool:
+    """Return True in quiet mode."""
+    return _VARIABLE in os.environ
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Print only warnings and errors inside this context."""
+    before = dict(os.environ)
+    os.environ |= {_VARIABLE: "1", "WANDB_SILENT": "true"}
+    logging.disable(logging.INFO)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as devnull, redirect_stdout(devnull):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for name in (_VARIABLE, "WANDB_SILENT"):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]

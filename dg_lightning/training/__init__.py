@@ -1,0 +1,19 @@
+"""Training: GatedClassifier, classes as plain values, checkpoints, averages, logging of a step."""
+
+from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
+from .checkpoint import read_checkpoint
+from .classifier import GatedClassifier
+from .spec import trust
+from .step_logging import is_logged_step, log_step, logged_step
+
+__all__ = [
+    "GatedClassifier",
+    "copy_gates_to_averages",
+    "is_logged_step",
+    "keep_settings_live",
+    "log_step",
+    "logged_step",
+    "mask_averages",
+    "read_checkpoint",
+    "trust",
+]

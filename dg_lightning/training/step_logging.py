@@ -1,0 +1,31 @@
+"""How callbacks log the values of a training step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["is_logged_step", "log_step", "logged_step"]
+
+
+def log_step(pl_module: Any, values: Mapping[str, Tensor | float], *, always: bool = False) -> None:
+    """Log the current values of a callback, in the steps that Lightning logs.
+
+    To be called from hooks of a training batch, in every step. Loggers get a complete row in each
+    logged step. With `always`, values that are new reach `callback_metrics` in other steps too.
+    """
+    if always or is_logged_step(pl_module.trainer):
+        for key, value in values.items():
+            pl_module.log(key, value.detach() if isinstance(value, Tensor) else value)
+
+
+def is_logged_step(trainer: Any) -> bool:
+    """Return True in the first batch of an epoch, and in steps that are handed to loggers."""
+    interval = trainer.log_every_n_steps
+    is_due = interval and (logged_step(trainer) + 1) % interval == 0
+    return bool(is_due or trainer.should_stop or trainer.fit_loop.batch_idx <= 0)
+
+
+def logged_step(trainer: Any) -> int:
+    """Return the step under which Lightning logs what is logged now."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

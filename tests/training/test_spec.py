@@ -1,0 +1,75 @@
+import pytest
+import torch
+from torch import nn
+
+from dg_lightning import GatedMLP
+from dg_lightning.training.spec import build, import_class
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.num_classes = num_classes
+
+
+def test_open_arguments_go_where_there_is_a_parameter_and_none_is_given() -> None:
+    net = build(
+        {"class_path": "GatedMLP", "init_args": {"hidden": [4]}},
+        "net",
+        nn.Module,
+        in_features=3,
+        num_classes=2,
+        input_shape=(3,),
+    )
+    assert isinstance(net, GatedMLP)
+    assert net.output.out_features == 2
+    spec = {"class_path": "dg_lightning.GatedMLP", "init_args": {"hidden": [4], "num_classes": 7}}
+    assert build(spec, "net", GatedMLP, in_features=3, num_classes=2).output.out_features == 7
+
+
+def test_a_nested_class_path_is_built_too() -> None:
+    inner = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 3, "out_features": 2}}
+    spec = {"class_path": f"{__name__}.Wrapper", "init_args": {"inner": inner}}
+    import sys
+
+    assert isinstance(sys.modules[__name__].Wrapper, type)
+    net = build(spec, "net", Wrapper, num_classes=5)
+    assert isinstance(net.inner, nn.Linear)
+    assert net.num_classes == 5
+
+
+def test_bare_names_of_optimizers_and_schedulers() -> None:
+    assert import_class("SGD", torch.optim.Optimizer) is torch.optim.SGD
+    found = import_class("CosineAnnealingLR", torch.optim.lr_scheduler.LRScheduler)
+    assert found is torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (nn.Linear(1, 1), TypeError, "`net` must be a class path with its arguments, got Linear"),
+        ({"init_args": {}}, TypeError, "`net` must be a class path"),
+        ({"class_path": "NoNet"}, ValueError, "There is no class 'NoNet'"),
+        ({"class_path": "torch.nn.NoNet"}, ValueError, "There is no class 'torch.nn.NoNet'"),
+        ({"class_path": "no_package.Net"}, ModuleNotFoundError, "no_package"),
+        ({"class_path": "os.system"}, ValueError, "There is no class 'os.system'"),
+        ({"class_path": "subprocess.Popen"}, ValueError, "must be a subclass of Module"),
+        (
+            {
+                "class_path": "torch.nn.TransformerEncoder",
+                "init_args": {"encoder_layer": {"class_path": "io.StringIO"}},
+            },
+            ValueError,
+            "'io.StringIO' must be a subclass of Module",
+        ),
+        (
+            {"class_path": "GatedMLP", "init_args": {"hiden": [3]}},
+            ValueError,
+            "GatedMLP has no argument 'hiden'; it has in_features, hidden, num_classes",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(spec: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build(spec, "net", nn.Module)
