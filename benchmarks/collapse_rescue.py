@@ -18,7 +18,7 @@ from rich.table import Table
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import CollapseDetector, GatePenalty, ThresholdPhases
 from dg_lightning.datamodules import MNISTDataModule
-from dg_lightning.schedules.schedule import Phase, Schedule
+from dg_lightning.schedules import Phase, Schedule
 
 
 def trainings() -> dict[str, tuple[list[Any], CollapseDetector]]:

@@ -13,9 +13,9 @@ from dg_lightning.rewiring import SparseLayer
 __all__ = [
     "mean_over_ranks",
     "refuse_different_masks",
-    "refuse_sharded_parameters",
-    "refuse_shared_layers",
+    "refuse_other_masks",
     "refuse_two_writers",
+    "refuse_uncounted_steps",
     "state_key",
 ]
 
@@ -47,8 +47,9 @@ def refuse_different_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
         )
 
 
-def refuse_sharded_parameters(name: str, trainer: Any, module: nn.Module) -> None:
-    """Refuse strategies that shard weights."""
+def refuse_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
+    """Refuse whatever else decides on the same weights, or shards them."""
+    name = type(callback).__name__
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     sharding = any(k.startswith(("FSDP", "DeepSpeed", "ModelParallel")) for k in kinds)
     if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
@@ -56,19 +57,39 @@ def refuse_sharded_parameters(name: str, trainer: Any, module: nn.Module) -> Non
             f"{name} needs whole weights on every process, got {kinds[0]}, which shards them: use "
             "strategy='ddp' or a single device."
         )
-
-
-def refuse_shared_layers(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Refuse a second callback that makes the same layers sparse."""
     own = callback.find_layers(module)
     for other in trainer.callbacks:
+        # Which replaces the weights that masks are for; either package has one.
+        if "ModelPruning" in [kind.__name__ for kind in type(other).__mro__]:
+            raise ValueError(
+                f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one; "
+                f"dg_lightning.callbacks.MagnitudePruning prunes other `layers` beside {name}."
+            )
         if other is callback or not hasattr(other, "use_masks"):
             continue
         if shared := set(own) & set(other.find_layers(module)):
             raise ValueError(
-                f"{type(callback).__name__} and {type(other).__name__} both make {min(shared)} "
-                "sparse: part them by `layers`."
+                f"{name} and {type(other).__name__} both make {min(shared)} sparse: part them by "
+                "`layers`."
             )
+
+
+def refuse_uncounted_steps(callback: Any, trainer: Any, module: Any) -> None:
+    """Refuse steps of an optimizer that Lightning does not count, in manual optimization."""
+    if module.automatic_optimization:
+        return
+    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if trainer.training and progress.ready == progress.completed:
+            raise RuntimeError(
+                f"{type(callback).__name__} counts optimizer steps, and Lightning does not know of "
+                "this one: make it in `training_step`, with an optimizer from `self.optimizers()` "
+                "and without `use_pl_optimizer=False`."
+            )
+
+    for optimizer in trainer.optimizers:
+        optimizer.register_step_post_hook(refuse)
 
 
 def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:

@@ -8,13 +8,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from typing_extensions import override
 
 from dg_lightning.budget import mean_rate, scale_gradient
 from dg_lightning.gates import GateLike, SharedState, detach_graph, shared_state
 
-from ._agreement import mean_over_ranks
+from ._agreement import mean_over_ranks, refuse_uncounted_steps
 
-__all__ = ["PenaltyTerm", "refuse_two_penalties"]
+__all__ = ["Penalty", "PenaltyTerm"]
 
 
 class PenaltyTerm:
@@ -36,6 +37,9 @@ class PenaltyTerm:
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
         self._constants: dict[str, tuple[list[float], Tensor]] = {}
+        self.in_backward = False  # whether Lightning is differentiating a loss
+        self._handles: list[Any] = []
+        self._before: list[Tensor | None] = []  # what gates had recorded when this batch began
         # Values of p or g in this batch: those in the current term, those whose penalty was added
         # to a loss, and those whose penalty has been differentiated.
         self._current: set[Tensor] = set()
@@ -47,7 +51,13 @@ class PenaltyTerm:
         return [shared_state(trainer, gate) for gate in self.gates.values()]
 
     def rates(
-        self, trainer: Any, pl_module: pl.LightningModule, loss: Tensor, *, over_ranks: bool = True
+        self,
+        trainer: Any,
+        pl_module: pl.LightningModule,
+        loss: Tensor,
+        *,
+        over_ranks: bool = True,
+        required: bool = True,
     ) -> Tensor | None:
         """Return the rate of each gate, differentiable for the forward passes of this loss.
 
@@ -60,34 +70,58 @@ class PenaltyTerm:
             loss: The loss, as `on_before_backward` gets it.
             over_ranks: Whether to average over processes. Gradients stay local, because DDP
                 averages them.
+            required: Whether to raise if a gate has run without a graph.
         """
         if loss.numel() != 1:
             raise ValueError(
                 f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
             )
-        values = [g.probability if self.of == "p" else g.gate for g in self.gates.values()]
+        values = self._values()
         fresh = {v for v in values if v is not None and v.requires_grad} - self._penalized
-        if pl_module.automatic_optimization:
-            if not fresh:
-                self._refuse_missing_graph()
-        elif fresh:  # with several losses, a gate is penalised with the one that depends on it
+        # A gate that has not run in this batch, as in stochastic depth, gets no penalty.
+        blind: list[str] = []
+        if required and pl_module.automatic_optimization:
+            blind = self._without_graph(values)
+        if fresh and not pl_module.automatic_optimization:
+            # With several losses, a gate is penalised with the one that depends on it.
             nodes = _graph_of(loss)
             for value, gate in zip(values, self.gates.values(), strict=True):
                 made = (v.grad_fn for v in (gate.probability, gate.gate) if v is not None)
                 if value is not None and nodes.isdisjoint(made):
                     fresh.discard(value)
-        if not fresh:
-            return None
         self._current = fresh
         each = []
         for name, value, shared in zip(self.gates, values, self.shared(trainer), strict=True):
             rate = self._rate(name, value if value is None or value in fresh else value.detach())
             each.append(rate if shared.factor == 1 else scale_gradient(rate, shared.factor))
         rates = torch.stack(each).to(loss.device)
-        if over_ranks and trainer.world_size > 1:
-            here = rates.detach()
-            rates = rates + (mean_over_ranks(trainer, here) - here)
-        return rates
+        if over_ranks and trainer.world_size > 1:  # also where no gate has run on this rank
+            here = torch.cat([rates.detach(), rates.new_tensor([float(bool(blind))])])
+            mean = mean_over_ranks(trainer, here)
+            rates = rates + (mean - here)[:-1]
+            if mean[-1] > 0 and not blind:
+                blind = ["a gate of another process"]  # all must stop
+        if blind:
+            raise RuntimeError(
+                f"The penalty cannot act on {', '.join(blind)}: there is no graph behind the last "
+                "forward pass. Run passes under no_grad before the one of the loss, checkpoint "
+                "activations with use_reentrant=False, or name other gates with `layers`."
+            )
+        return rates if fresh else None
+
+    def _values(self) -> list[Tensor | None]:
+        """Return what each gate has recorded last: its p or g."""
+        return [g.probability if self.of == "p" else g.gate for g in self.gates.values()]
+
+    def _without_graph(self, values: list[Tensor | None]) -> list[str]:
+        """Name the gates that can be trained and have run in this batch, but not with a graph."""
+        found = []
+        known = self._before or [None] * len(values)
+        for (name, gate), value, old in zip(self.gates.items(), values, known, strict=True):
+            ran_blind = value is not None and value is not old and not value.requires_grad
+            if ran_blind and isinstance(gate, nn.Module):
+                found += [name] if any(p.requires_grad for p in gate.parameters()) else []
+        return found
 
     def _rate(self, name: str, value: Tensor | None) -> Tensor:
         if value is None:  # a gate that has not run yet counts as open
@@ -132,6 +166,34 @@ class PenaltyTerm:
         self._penalized |= values
         return gradient
 
+    def watch_backward(self, pl_module: pl.LightningModule) -> None:
+        """Refuse `loss.backward()` in manual optimization, which passes by every callback."""
+        self.stop_watching()
+        if pl_module.automatic_optimization:
+            return
+        modules = [gate for gate in self.gates.values() if isinstance(gate, nn.Module)]
+        for parameter in {p for module in modules for p in module.parameters()}:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._refuse_unannounced)
+                self._handles.append(hook)
+
+    def stop_watching(self) -> None:
+        """Remove the hooks of `watch_backward`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _refuse_unannounced(self, parameter: Tensor) -> None:
+        if not self.in_backward:
+            raise RuntimeError(
+                "`loss.backward()` passes by Lightning, and by the penalty on gates: write "
+                "`self.manual_backward(loss)`."
+            )
+
+    def begin_batch(self) -> None:
+        """Note what gates have recorded before this batch."""
+        self._before = self._values()
+
     def end_batch(self) -> None:
         """Check that the penalty has acted, and detach the gates from their graph."""
         missed = not self._added <= self._penalized
@@ -148,18 +210,54 @@ class PenaltyTerm:
         self._current, self._added, self._penalized = set(), set(), set()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled.
-        return {**self.__dict__, "_current": set(), "_added": set(), "_penalized": set()}
+        # Tensors with a graph, and handles of hooks, can be neither copied nor pickled.
+        empty: dict[str, Any] = {"_current": set(), "_added": set(), "_penalized": set()}
+        return {**self.__dict__, **empty, "_before": [], "_handles": []}
 
-    def _refuse_missing_graph(self) -> None:
-        modules = [gate for gate in self.gates.values() if isinstance(gate, nn.Module)]
-        ran = any(gate.probability is not None for gate in self.gates.values())
-        if ran and any(p.requires_grad for module in modules for p in module.parameters()):
-            raise RuntimeError(
-                "The penalty found no graph behind the gates' last forward pass and could not act: "
-                "run passes under no_grad before the one of the loss, and checkpoint activations "
-                "with use_reentrant=False."
-            )
+
+class Penalty(pl.Callback):
+    """A callback that adds a `PenaltyTerm` to the loss: what it does besides."""
+
+    term: PenaltyTerm
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        refuse_two_penalties(self, trainer)
+        refuse_uncounted_steps(self, trainer, pl_module)
+        self.term.watch_backward(pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.term.begin_batch()
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        self.term.in_backward = True
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.term.in_backward = False
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self.term.end_batch()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.term.detach()
+        self.term.stop_watching()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.term.stop_watching()
 
 
 def refuse_two_penalties(callback: Any, trainer: Any) -> None:

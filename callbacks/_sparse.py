@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -13,9 +13,9 @@ from typing_extensions import override
 
 from dg_lightning.compute import gate_submodules
 from dg_lightning.rewiring import (
-    WEIGHT_BY_WEIGHT,
     Distribution,
     DropSchedule,
+    Initial,
     SparseLayer,
     Structure,
     announce_masks,
@@ -35,24 +35,21 @@ from dg_lightning.training import log_step, mask_averages
 
 from ._agreement import (
     refuse_different_masks,
-    refuse_sharded_parameters,
-    refuse_shared_layers,
+    refuse_other_masks,
+    refuse_uncounted_steps,
     state_key,
 )
 
-__all__ = ["Initial", "NewMasks", "Sparse"]
+__all__ = ["NewMasks", "Sparse"]
 
-Initial: TypeAlias = Literal["random", "magnitude"]
-# New masks of layers, and the scores that they rest on.
-NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]
+NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]  # and scores behind them
 
 
 class Sparse(pl.Callback):
-    """Keeps the weights of missing connections, and their optimizer state, at 0.
+    """Keeps the weights of missing connections at exactly 0.
 
-    Gradients are masked before the optimizer's step, so that torch's optimizers leave missing
-    connections at 0; after all others weights and state are reset. A subclass says when connections
-    change (`changes_after`) and how (`new_masks`).
+    Gradients are masked before the optimizer's step, and weights after it, whoever else has changed
+    them. A subclass says when connections change (`changes_after`) and how (`new_masks`).
     """
 
     sees_all_gradients = False  # or only those of steps after which connections change
@@ -70,8 +67,8 @@ class Sparse(pl.Callback):
         seed: int | None,
     ) -> None:
         check_sparsity(sparsity, distribution, layers)
-        if initial not in ("random", "magnitude"):
-            raise ValueError(f"`initial` must be random or magnitude, got {initial!r}.")
+        if seed is not None and seed < 0:
+            raise ValueError(f"`seed` must be at least 0, got {seed}.")
         self.sparsity = sparsity
         self.distribution: Distribution = distribution
         self.layers = list(sparsity) if isinstance(sparsity, dict) else layers
@@ -100,11 +97,7 @@ class Sparse(pl.Callback):
         self._given = dict(masks)
 
     def changes_after(self, step: int, last: int) -> bool:
-        """Return True if a layer changes after this optimizer step, counted from 1.
-
-        `last` is the step after which it changed before. With several optimizers a layer takes part
-        in some of the steps only.
-        """
+        """Return True if a layer that changed `last` changes after this step, counted from 1."""
         return self.schedule is not None and self.schedule.is_due(step, last)
 
     def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
@@ -128,18 +121,19 @@ class Sparse(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._fits = stage == "fit"
-        if not self._fits:
-            return
-        refuse_sharded_parameters(type(self).__name__, trainer, pl_module)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        refuse_other_masks(self, trainer, pl_module)
         self._layers = self.find_layers(pl_module)
         for name, layer in self._layers.items():
             self.structure.refuse_if_unfit(name, layer)
         if note := self.structure.note_on(self.sparsity):
             rank_zero_info(f"{type(self).__name__} {note}")
-        refuse_shared_layers(self, trainer, pl_module)
+        self._connect(trainer, pl_module)
 
     def find_layers(self, module: nn.Module) -> dict[str, Any]:
-        """Return the layers that are made sparse, by name."""
+        """Return the layers that are made sparse."""
         return sparse_layers(module, self.layers, gate_submodules(module))
 
     @override
@@ -154,17 +148,22 @@ class Sparse(pl.Callback):
                 "Start a new training from its weights, or resume without the callback."
             )
 
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _connect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give layers their masks: those of a checkpoint, given ones, or new ones."""
         if self._seed is None:  # a resumed run goes on with its own
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
         saved, given = self._saved, self._given
         self._saved = self._given = None
-        same = {n: layer.layer for n, layer in self.connections.items()} == self._layers
+        now = {n: (id(x), id(x.weight)) for n, x in self._layers.items()}
+        same = now == {n: (id(c.layer), id(c.weight)) for n, c in self.connections.items()}
         self._is_new = saved is None and not same
         if saved is not None or given is not None or not same:
-            masks = self._first_masks(given) if saved is None else masks_of(saved, self._layers)
+            if saved is not None:
+                masks = masks_of(saved, self._layers)
+            else:
+                known = given_masks(self._layers, given, self.masks, type(self).__name__)
+                masks = check_masks(known, self._layers, self.structure) or self.made_masks()
             self.connections = {
                 name: SparseLayer(name, layer, masks[name], self.structure)
                 for name, layer in self._layers.items()
@@ -177,10 +176,6 @@ class Sparse(pl.Callback):
         mask_averages(pl_module, trainer, self.connections.values())
         refuse_different_masks(trainer, self.connections.values())
 
-    def _first_masks(self, given: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        known = given_masks(self._layers, given, self.masks, type(self).__name__)
-        return check_masks(known, self._layers, self.structure) or self.made_masks()
-
     def made_masks(self) -> dict[str, Tensor]:
         """Return the first masks of a model that has none."""
         wanted = layer_densities(self._layers, self.sparsity, self.distribution)
@@ -189,13 +184,15 @@ class Sparse(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saved is not None:  # loaded late, as by a search for a learning rate
+            self._connect(trainer, pl_module)
         if self._is_new and trainer.global_step > 0:
             raise RuntimeError(
                 f"Training goes on at step {trainer.global_step} without masks of "
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
-        warning = self.prepare(Clock.from_trainer(trainer))
-        if warning is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        refuse_uncounted_steps(self, trainer, pl_module)
+        if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             rank_zero_warn(warning)
         if trainer.global_step == 0:
             self.reset()
@@ -229,9 +226,9 @@ class Sparse(pl.Callback):
         self, trainer: Any, pl_module: Any, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> None:
         """Change connections right after the optimizer's step."""
-        if type(optimizer) not in WEIGHT_BY_WEIGHT:
-            for layer in self._layers_of(optimizer):
-                layer.clean(optimizer)
+        for layer in self._layers_of(optimizer):
+            layer.refuse_if_replaced()
+            layer.clean(optimizer)
         due, self._due = self._due, []
         if not due:
             return
@@ -246,6 +243,11 @@ class Sparse(pl.Callback):
             layer.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
         refuse_different_masks(trainer, due)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for layer in self.connections.values():
+            layer.refuse_if_replaced(set(pl_module.modules()))
 
     def _skip(self, due: list[SparseLayer]) -> None:
         """Skip a change, until the next one is due."""
@@ -287,13 +289,12 @@ class Sparse(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return self._saved or {  # which was loaded, and training has not started
             "connections": {name: layer.state_dict() for name, layer in self.connections.items()},
             "seed": self._seed,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # A search for a learning rate loads what was there before training.
         if self._fits and state_dict["connections"]:
             self._saved, self._seed = state_dict, state_dict["seed"]

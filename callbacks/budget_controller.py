@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.budget import (
     FrozenGates,
     GateBudget,
@@ -17,7 +18,7 @@ from dg_lightning.budget import (
     Multiplier,
     gate_budgets,
 )
-from dg_lightning.gates import gate_layers
+from dg_lightning.gates import assume_open, gate_layers
 from dg_lightning.schedules import (
     Clock,
     Curve,
@@ -27,24 +28,27 @@ from dg_lightning.schedules import (
     check_duration,
     warn_of_risks,
 )
-from dg_lightning.training import copy_gates_to_averages, log_step
+from dg_lightning.training import copy_gates_to_averages, is_due, log_step
 
 from ._agreement import mean_over_ranks, state_key
-from ._penalty_term import PenaltyTerm, refuse_two_penalties
+from ._penalty_term import Penalty, PenaltyTerm
+from ._restored import Restored
 
 __all__ = ["BudgetController"]
 
 _MEASUREMENTS = 200  # over a training run, where `every_n_steps` is not given
 
 
-class BudgetController(pl.Callback):
+class BudgetController(Restored, Penalty):
     """Brings gates to a budget of open units or executed MACs, and holds it.
 
     It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts by
     what the hard gates really use, decisions included. The allowed share falls from 1 to the budget
     between `begin` and `until`. At `landing` the gates are frozen: the logits of a budget are
     shifted by one amount, so that the budget is used and not exceeded, and units still open in the
-    learned order. From then on only the other weights are trained.
+    learned order. From then on only the other weights are trained. Averages of the weights (EMA,
+    SWA) share the frozen gates; a GateNet that reads averaged features may use a percent or two
+    more or less.
 
     Args:
         budget: The share of the dense MACs or of all units, in (0, 1]; or one for each group of
@@ -76,6 +80,7 @@ class BudgetController(pl.Callback):
     'macs'
     """
 
+    @checked
     def __init__(
         self,
         budget: float | dict[str, float],
@@ -95,10 +100,6 @@ class BudgetController(pl.Callback):
                 raise ValueError(f"`budget` must be in (0, 1], got {share}.")
         if isinstance(budget, dict) and layers is not None:
             raise ValueError("`layers` goes with a single budget; a dict names its gates itself.")
-        if measure not in ("macs", "open_rate"):
-            raise ValueError(f"`measure` must be macs or open_rate, got {measure!r}.")
-        if method not in ("pi", "dual"):
-            raise ValueError(f"`method` must be pi or dual, got {method!r}.")
         if not 0 < initial_weight <= max_weight < math.inf:
             raise ValueError(
                 "`initial_weight` must be above 0 and at most `max_weight`, got "
@@ -149,9 +150,7 @@ class BudgetController(pl.Callback):
         return {name: float(used) for name, used in self._used.items()} | landed
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         everything = gate_layers(pl_module)
         known = self.term.gates.values()
         if trainer.global_step == 0 or not all(gate in everything.values() for gate in known):
@@ -165,21 +164,22 @@ class BudgetController(pl.Callback):
         self.term = PenaltyTerm({name: gate for group in groups for name, gate in group.items()})
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_two_penalties(self, trainer)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         for name, budget in self._budgets.items():
             budget.refuse_if_impossible(name)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock = Clock.from_trainer(trainer)
         self._allowed_at = {n: self._allowed(share, clock) for n, share in self._groups.items()}
-        self._begin = clock.steps(self.begin)
-        # Two steps are left for it: gates are frozen first and land one step later, because p is
-        # of before the optimizer's step.
-        self._landing = min(clock.steps(self.landing), max(clock.total_steps - 2, 0))
-        self._interval = self.every_n_steps or max(1, clock.total_steps // _MEASUREMENTS)
+        self._begin = clock.steps(self.begin, "begin")
+        self._landing = clock.steps(self.landing, "landing")
+        length = clock.total_steps or self._landing
+        self._interval = self.every_n_steps or max(1, length // _MEASUREMENTS)
+        if clock.total_steps is not None:
+            # Two steps are left for it: gates are frozen first and land one step later, because p
+            # is of before the optimizer's step.
+            self._landing = min(self._landing, max(clock.total_steps - 2, 0))
         warn_of_risks(self, trainer, pl_module)
+        assume_open(self.term.gates.values())
         for shared in self.term.shared(trainer):
             shared.controlled = True
         if self._is_frozen:
@@ -202,32 +202,38 @@ class BudgetController(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
         begun = trainer.global_step >= self._begin
         for shared in self.term.shared(trainer):
             shared.penalty_active = bool(shared.penalty_active) or (begun and shared.factor > 0)
-        if not begun or self._frozen is not None:
+        presses = begun and self._frozen is None
+        if not (presses or any(is_due(trainer, self._key(n, "penalty")) for n in self._budgets)):
             return
-        rates = self.term.rates(trainer, pl_module, loss)
+        rates = self.term.rates(trainer, pl_module, loss, required=presses)
         if rates is None:
             return
         term = rates.new_zeros(())
         parts = rates.split([len(budget.gates) for budget in self._budgets.values()])
         for (name, budget), part in zip(self._budgets.items(), parts, strict=True):
-            weight, usage = self._multipliers[name].on(rates.device), budget.usage(part)
+            weight = self._multipliers[name].on(rates.device) if presses else 0.0
+            usage = budget.usage(part)
             term = term + weight * usage
             self._log(pl_module, name, penalty=usage, penalty_weight=weight)
-        self.term.add(trainer, pl_module, loss, term)
+        if presses:
+            self.term.add(trainer, pl_module, loss, term)
+
+    def _key(self, name: str, of: str) -> str:
+        return "/".join(part for part in ("gates", of, self.name, name) if part)
 
     def _log(self, pl_module: Any, name: str, always: bool = False, **values: Any) -> None:
-        suffix = "".join(f"/{part}" for part in (self.name, name) if part)
-        named = {f"gates/{key}{suffix}": value for key, value in values.items()}
+        named = {self._key(name, of): value for of, value in values.items()}
         log_step(pl_module, named, always=always)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        self.term.end_batch()
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         if self._frozen is not None:
             self._frozen.hold()
         step = trainer.global_step
@@ -237,6 +243,10 @@ class BudgetController(pl.Callback):
         if is_new:
             self._measured_at = step
             self._measure(trainer, pl_module, step)
+        elif not self._used:  # the first figures, for whoever monitors them
+            for name, budget in self._budgets.items():
+                self._used[name] = mean_over_ranks(trainer, budget.used())
+            is_new = True
         for name, used in self._used.items():
             allowed = self._allowed_at[name](self._measured_at)
             self._log(pl_module, name, is_new, budget_used=used, budget_allowed=allowed)
@@ -266,12 +276,6 @@ class BudgetController(pl.Callback):
         copy_gates_to_averages(pl_module, trainer)
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self.term.detach()
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, used in self.reached.items():
             line, missed = self._budgets[name].outcome(name, used, self.landed)
@@ -279,7 +283,7 @@ class BudgetController(pl.Callback):
             (rank_zero_warn if warns else rank_zero_info)(f"BudgetController: {line}")
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def current_state(self) -> dict[str, Any]:
         return {
             "measured_at": self._measured_at,
             "frozen": self._is_frozen,
@@ -288,9 +292,9 @@ class BudgetController(pl.Callback):
         }
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._measured_at = state_dict["measured_at"]
-        self._is_frozen = state_dict["frozen"]
-        for name in self._multipliers.keys() & state_dict["multipliers"].keys():
-            self._multipliers[name].load_state_dict(state_dict["multipliers"][name])
-            self._landings[name].load_state_dict(state_dict["landings"][name])
+    def restore(self, state: dict[str, Any]) -> None:
+        self._measured_at = state["measured_at"]
+        self._is_frozen = state["frozen"]
+        for name in self._multipliers.keys() & state["multipliers"].keys():
+            self._multipliers[name].load_state_dict(state["multipliers"][name])
+            self._landings[name].load_state_dict(state["landings"][name])

@@ -6,24 +6,26 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from dg_lightning.arguments import as_dataclass, checked
 from dg_lightning.collapse.diagnosis import MODES, GateState, Limits, Mode, Verdict, diagnose
 from dg_lightning.collapse.rescue import Rescue
 from dg_lightning.collapse.statistics import GateFigures, GateStatistics, open_shares, unit_rates
 from dg_lightning.gates.deployment import floor_of
-from dg_lightning.gates.protocol import GateLike, gate_layers
+from dg_lightning.gates.protocol import GateLike, assume_open, gate_layers
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.step_logging import log_step
 
-from ._agreement import mean_over_ranks, state_key
+from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
+from ._restored import Restored
 
 __all__ = ["CollapseDetector"]
 
 _KEPT = 20  # states of a gate
 
 
-class CollapseDetector(pl.Callback):
+class CollapseDetector(Restored):
     """Monitors p and g of every gate, and reports in one line what goes wrong, where and why.
 
     Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p itself falls),
@@ -49,6 +51,7 @@ class CollapseDetector(pl.Callback):
     'rescue'
     """
 
+    @checked
     def __init__(
         self,
         action: Literal["warn", "rescue", "stop"] = "warn",
@@ -57,15 +60,11 @@ class CollapseDetector(pl.Callback):
         modes: list[Mode] | None = None,
         layers: list[str] | None = None,
     ) -> None:
-        if action not in ("warn", "rescue", "stop"):
-            raise ValueError(f"`action` must be warn, rescue or stop, got {action!r}.")
         if every_n_steps is not None and every_n_steps < 2:
             raise ValueError(f"`every_n_steps` must be at least 2, got {every_n_steps}.")
-        if unknown := [mode for mode in modes or [] if mode not in MODES]:
-            raise ValueError(f"There is no mode {unknown[0]!r}; there are {', '.join(MODES)}.")
         self.action = action
         self.every_n_steps = every_n_steps
-        self.limits = Limits(**limits) if isinstance(limits, dict) else limits or Limits()
+        self.limits = as_dataclass("limits", limits or {}, Limits)
         self.modes = MODES if modes is None else tuple(modes)
         self.layers = layers
         self._gates: dict[str, GateLike] = {}
@@ -87,9 +86,7 @@ class CollapseDetector(pl.Callback):
         return state_key(self, layers=self.layers, modes=self.modes)
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = gate_layers(pl_module, self.layers)
         if trainer.global_step == 0 or gates != self._gates:
             self._start_anew()
@@ -101,11 +98,15 @@ class CollapseDetector(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = Clock.from_trainer(trainer).total_steps
+        super().on_train_start(trainer, pl_module)
+        self._total = Clock.from_trainer(trainer).total_steps
         interval = self.every_n_steps or trainer.log_every_n_steps or 50  # type: ignore[attr-defined]
-        self._interval = max(2, min(interval, total // 20))
-        self._total = total
+        if self._total is not None:
+            interval = min(interval, self._total // 20)
+        self._interval = max(2, interval)
         keep_settings_live(pl_module, trainer)
+        refuse_uncounted_steps(self, trainer, pl_module)
+        assume_open(self._gates.values())
         for name, gate in self._gates.items():
             self._rescues[name].restore(trainer, gate)
 
@@ -159,7 +160,7 @@ class CollapseDetector(pl.Callback):
             begun=shared.penalty_active is not False,  # None: somebody's own penalty, or no penalty
             fixed=getattr(gate, "k", None) is not None,
             controlled=shared.controlled,
-            pressed=(trainer.global_step - since) / self._total,
+            pressed=(trainer.global_step - since) / (self._total or trainer.global_step),
             keep=shared.keep,
             factor=shared.phase_factor,
         )
@@ -190,7 +191,7 @@ class CollapseDetector(pl.Callback):
                 trainer.should_stop = True
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def current_state(self) -> dict[str, Any]:
         return {
             "verdicts": list(self.verdicts),
             "history": {n: [state.as_dict() for state in h] for n, h in self._history.items()},
@@ -202,11 +203,11 @@ class CollapseDetector(pl.Callback):
         }
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.verdicts = list(state_dict["verdicts"])
-        self._history |= {n: [GateState(**s) for s in h] for n, h in state_dict["history"].items()}
-        self._showing = dict(state_dict["showing"])
-        self._pressed_since = dict(state_dict["pressed_since"])
-        self._rescues |= {name: Rescue(**r) for name, r in state_dict["rescues"].items()}
-        self._checked_at = state_dict["checked_at"]
-        self._statistics.load_state_dict(state_dict["statistics"])
+    def restore(self, state: dict[str, Any]) -> None:
+        self.verdicts = list(state["verdicts"])
+        self._history |= {n: [GateState(**s) for s in h] for n, h in state["history"].items()}
+        self._showing = dict(state["showing"])
+        self._pressed_since = dict(state["pressed_since"])
+        self._rescues |= {name: Rescue(**r) for name, r in state["rescues"].items()}
+        self._checked_at = state["checked_at"]
+        self._statistics.load_state_dict(state["statistics"])

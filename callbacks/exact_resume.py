@@ -10,6 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from dg_lightning.training.loaders import loader_generators
+
 __all__ = ["ExactResume"]
 
 _KEY = "random_generators"
@@ -19,9 +21,9 @@ class ExactResume(pl.Callback):
     """Saves every random generator of every rank, and restores it when a run is resumed.
 
     Dropout, sampled gates and everything else that is random then continue as in the uninterrupted
-    run: Python's `random`, NumPy's global generator, and torch's on the CPU and on every CUDA
-    device. The order of the data is up to the loader: our DataModules resume in mid-epoch, a plain
-    torch `DataLoader` at the end of an epoch.
+    run: Python's `random`, NumPy's global generator, torch's on the CPU and on every CUDA device,
+    and those given to a torch `DataLoader` or its sampler. The order of the data is up to the
+    loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
 
     A checkpoint of another number of ranks restores nothing, with a warning.
 
@@ -70,10 +72,16 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states: list[Any] = [self.generators()]
+        own = self._to_restore  # of a resumed training that has not started
+        if own is None:
+            own = {
+                **self.generators(),
+                "loaders": [g.get_state() for g in loader_generators(trainer.train_dataloader)],
+            }
+        states: list[Any] = [own]
         if trainer.world_size > 1:  # Lightning dumps on every process, and writes on the first
             states = [None] * trainer.world_size
-            dist.all_gather_object(states, self.generators())
+            dist.all_gather_object(states, own)
         checkpoint[_KEY] = states
 
     @override
@@ -101,7 +109,7 @@ class ExactResume(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._to_restore is None:
             return
-        self.restore(self._to_restore)
+        self._restore_all(trainer, self._to_restore)
         loaders = trainer.fit_loop._combined_loader
         progress = trainer.fit_loop.epoch_loop.batch_progress
         between_epochs = progress.current.ready == 0 or progress.is_last_batch
@@ -116,5 +124,18 @@ class ExactResume(pl.Callback):
     ) -> None:
         # In the middle of an epoch, loaders have drawn their seeds anew since the start.
         if self._to_restore is not None and batch_idx > 0:
-            self.restore(self._to_restore)
+            self._restore_all(trainer, self._to_restore)
         self._to_restore = None
+
+    def _restore_all(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        """Set every generator of this rank, those of loaders too."""
+        self.restore(state)
+        own, saved = loader_generators(trainer.train_dataloader), state.get("loaders", [])
+        if len(own) != len(saved):
+            rank_zero_warn(
+                f"The checkpoint has {len(saved)} generators of training loaders, this run has "
+                f"{len(own)}: the order of the data will not be that of the uninterrupted run."
+            )
+            return
+        for generator, value in zip(own, saved, strict=True):
+            generator.set_state(value.cpu())

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.collapse import unit_rates
 from dg_lightning.gates import GateLike, gate_layers
 from dg_lightning.monitoring import GateTables, define_metrics, run_folder
@@ -13,6 +14,7 @@ from dg_lightning.monitoring.snapshot import Snapshot
 from dg_lightning.monitoring.views import (
     is_writing_rank,
     log_scalar,
+    publish_evaluation,
     send_pictures,
     send_tables,
     write_files,
@@ -20,11 +22,12 @@ from dg_lightning.monitoring.views import (
 from dg_lightning.training import is_logged_step, log_step, logged_step
 
 from ._agreement import mean_over_ranks, state_key
+from ._restored import Restored
 
 __all__ = ["GateMonitor"]
 
 
-class GateMonitor(pl.Callback):
+class GateMonitor(Restored):
     """Logs the activity of the hard gates in validation and test.
 
     Scalars go to every logger. Pictures (units over time and by class, an input gate as the image
@@ -57,6 +60,7 @@ class GateMonitor(pl.Callback):
     5
     """
 
+    @checked
     def __init__(
         self,
         every_n_epochs: int = 10,
@@ -66,8 +70,6 @@ class GateMonitor(pl.Callback):
     ) -> None:
         if every_n_epochs < 0:
             raise ValueError(f"`every_n_epochs` must be at least 0, got {every_n_epochs}.")
-        if stage not in (None, "validation", "train"):
-            raise ValueError(f"`stage` must be validation or train, got {stage!r}.")
         self.every_n_epochs = every_n_epochs
         self.stage = stage
         self.files = files
@@ -92,20 +94,24 @@ class GateMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # An ungated checkpoint may be tested with a config that includes this callback.
-        gates = gate_layers(pl_module, self.layers, required=stage == "fit")
+        super().setup(trainer, pl_module, stage)
         if sum(type(other) is type(self) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Two GateMonitors would share keys and files: use a single one.")
-        if stage == "fit" and (trainer.global_step == 0 or gates != self._gates):
-            self._reset()
-        self._gates = gates
         self._tables = None  # each run has its own folder
         if is_writing_rank(trainer):
             for logger in trainer.loggers:
                 define_metrics(logger)
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gates = gate_layers(pl_module, self.layers)
+        if trainer.global_step == 0 or gates != self._gates:
+            self._reset()
+        self._gates = gates
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         has_validation = trainer.enable_validation
         if self.stage == "validation" and not has_validation:
             raise ValueError(
@@ -143,7 +149,7 @@ class GateMonitor(pl.Callback):
         if not is_writing_rank(trainer):
             return
         if not is_fit:
-            self._publish_evaluation(trainer, snapshot)
+            publish_evaluation(trainer, snapshot, self.files, bool(self.every_n_epochs))
             return
         if self.files:
             self._write_tables(trainer, snapshot)
@@ -170,20 +176,6 @@ class GateMonitor(pl.Callback):
         elif self._outcome == "kept":
             self._tables.add(history.last)
         write_files(trainer, self._tables, snapshot)
-
-    def _publish_evaluation(self, trainer: Any, snapshot: Snapshot) -> None:
-        """Publish a stand-alone validation or test, without history, under its own name."""
-        name, history = f"gates_{trainer.state.fn.value}", GateHistory()
-        epoch, step = trainer.current_epoch, logged_step(trainer)
-        rows = snapshot.layer_rows(epoch, step, history)
-        history.add(HistoryEntry.from_gates(epoch, step, snapshot.results))
-        if self.files:
-            tables = GateTables(run_folder(trainer) / name)
-            tables.begin(history.entries, rows)
-            write_files(trainer, tables, snapshot)
-        if self.every_n_epochs:
-            send_pictures(trainer, name, snapshot, history)
-            send_tables(trainer, name, snapshot, step, rows)
 
     def _send_media(self, trainer: Any) -> None:
         assert self.history.last is not None
@@ -229,6 +221,12 @@ class GateMonitor(pl.Callback):
             self._tables.add(last)
         if self.every_n_epochs and self._last_picture_epoch != last.epoch:
             self._send_media(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            # An ungated checkpoint may be tested with a config that includes this callback.
+            self._gates = gate_layers(pl_module, self.layers, required=False)
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -277,6 +275,7 @@ class GateMonitor(pl.Callback):
         return bool(self._gates) and (trainer.state.fn != "fit" or not self._monitors_training)
 
     # Tests are monitored like validation.
+    on_test_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -284,7 +283,7 @@ class GateMonitor(pl.Callback):
     on_test_end = on_validation_end
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def current_state(self) -> dict[str, Any]:
         return {
             "history": self.history.state_dict(),
             "rows": list(self._rows),
@@ -292,7 +291,7 @@ class GateMonitor(pl.Callback):
         }
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history.load_state_dict(state_dict["history"])
-        self._rows = list(state_dict["rows"])
-        self._last_picture_epoch = state_dict["pictured_at"]
+    def restore(self, state: dict[str, Any]) -> None:
+        self.history.load_state_dict(state["history"])
+        self._rows = list(state["rows"])
+        self._last_picture_epoch = state["pictured_at"]

@@ -1,12 +1,12 @@
 """Penalty on gate usage, added to the loss of any LightningModule (section 3.3 of the paper)."""
 
-import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.budget import (
     MacsPrices,
     Usage,
@@ -19,12 +19,12 @@ from dg_lightning.gates import by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Curve, Schedule, ValueAt, as_schedule, warn_of_risks
 from dg_lightning.training.step_logging import log_step
 
-from ._penalty_term import PenaltyTerm, refuse_two_penalties
+from ._penalty_term import Penalty, PenaltyTerm
 
 __all__ = ["GatePenalty"]
 
 
-class GatePenalty(pl.Callback):
+class GatePenalty(Penalty):
     """Adds ``weight * usage`` to the loss, once per forward pass.
 
     It acts in `on_before_backward`, so the module need not know about gates. Only the gradient
@@ -33,7 +33,8 @@ class GatePenalty(pl.Callback):
     rates over all ranks.
 
     A gate records its last forward pass only: if a step runs the net several times, the last run is
-    penalised.
+    penalised; a gate that does not run in a batch is not. In manual optimization the penalty is
+    added to the loss as `manual_backward` gets it: who scales that loss scales `weight` too.
 
     Args:
         weight: λ, the weight of the usage term: a number, or a schedule of the optimizer step
@@ -65,6 +66,7 @@ class GatePenalty(pl.Callback):
     'expected_macs'
     """
 
+    @checked
     def __init__(
         self,
         weight: float | Schedule,
@@ -79,23 +81,22 @@ class GatePenalty(pl.Callback):
     ) -> None:
         self.weight = as_schedule("weight", weight)
         for value in (self.weight.start, self.weight.end, self.weight.before or 0.0):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"`weight` must be at least 0 and finite, got {value}.")
-        if usage not in get_args(Usage):
-            raise ValueError(f"`usage` must be one of {get_args(Usage)}, got {usage!r}.")
-        if of not in ("p", "g"):
-            raise ValueError(f"`of` must be p or g, got {of!r}.")
-        if power not in (1, 2):
-            raise ValueError(f"`power` must be 1 or 2, got {power}.")
+            if value < 0:
+                raise ValueError(f"`weight` must be at least 0, got {value}.")
         if target is not None and usage in ("linear", "expected_macs"):
             raise ValueError(f"`target` has no meaning with `usage={usage!r}`: leave it out.")
         for rate in target.values() if isinstance(target, dict) else [target]:
             if rate is not None and not 0 <= rate <= 1:
                 raise ValueError(f"`target` must be in [0, 1], got {rate}.")
         for pattern, factor in (layer_weights or {}).items():
-            if not 0 <= factor < math.inf:
+            if factor < 0:
                 raise ValueError(
-                    f"`layer_weights` must be at least 0 and finite, got {factor} for {pattern!r}."
+                    f"`layer_weights` must be at least 0, got {factor} for {pattern!r}."
+                )
+        for pattern, costs in unit_costs.items() if isinstance(unit_costs, dict) else ():
+            if min(costs) < 0:
+                raise ValueError(
+                    f"`unit_costs` must be at least 0, got {min(costs)} for {pattern!r}."
                 )
         if unit_costs is not None and usage == "expected_macs":
             raise ValueError("`expected_macs` has its own prices: leave `unit_costs` out.")
@@ -110,9 +111,7 @@ class GatePenalty(pl.Callback):
         self.term = PenaltyTerm({})
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = gate_layers(pl_module, self.layers)
         maps = linear_maps(pl_module)
         if self.usage == "expected_macs" and (unknown := without_a_price(gates, maps)):
@@ -140,11 +139,8 @@ class GatePenalty(pl.Callback):
         self.term = PenaltyTerm(gates, self.of, costs)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_two_penalties(self, trainer)
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._weight_at: ValueAt = self.weight.resolve(Clock.from_trainer(trainer))
         warn_of_risks(self, trainer, pl_module)
 
@@ -162,6 +158,7 @@ class GatePenalty(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
         weight = self._weight_at(trainer.global_step)
         shared = self.term.shared(trainer)
         if self.usage != "hinge_below":  # which closes no gates
@@ -187,18 +184,6 @@ class GatePenalty(pl.Callback):
             pl_module,
             {f"gates/penalty{suffix}": usage, f"gates/penalty_weight{suffix}": weight * factor},
         )
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        self.term.end_batch()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self.term.detach()
 
     def _targets(self, trainer: Any, rates: Tensor) -> Tensor | None:
         """Return the rate that each gate should have."""

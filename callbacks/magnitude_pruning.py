@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.rewiring import (
     SparseLayer,
     change_connections,
@@ -50,6 +51,7 @@ class MagnitudePruning(Sparse):
     'global'
     """
 
+    @checked
     def __init__(
         self,
         sparsity: float | dict[str, float] = 0.5,
@@ -62,8 +64,6 @@ class MagnitudePruning(Sparse):
         masks: str | None = None,
     ) -> None:
         super().__init__(sparsity, "uniform", layers, structure, "magnitude", masks, None)
-        if scope not in ("global", "layer"):
-            raise ValueError(f"`scope` must be global or layer, got {scope!r}.")
         if scope == "global" and (isinstance(sparsity, dict) or structure != "unstructured"):
             raise ValueError(
                 "`scope: global` has one sparsity for all layers and no structure; write "
@@ -100,14 +100,14 @@ class MagnitudePruning(Sparse):
 
     @override
     def prepare(self, clock: Clock) -> str | None:
-        self._begin = clock.steps(self.begin)
-        self._until = self._begin if self.until is None else clock.steps(self.until)
+        self._begin = clock.steps(self.begin, "begin")
+        self._until = self._begin if self.until is None else clock.steps(self.until, "until")
         if self._until < self._begin:
             raise ValueError(
                 f"`until` must not be before `begin`, got {self.until!r} (step {self._until}) and "
                 f"{self.begin!r} (step {self._begin})."
             )
-        if self._until < clock.total_steps:
+        if clock.total_steps is None or self._until < clock.total_steps:
             return None
         return (
             f"MagnitudePruning ends at step {self._until} of {clock.total_steps}: there are no "

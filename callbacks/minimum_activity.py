@@ -6,20 +6,22 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.collapse.statistics import GateStatistics, unit_rates
-from dg_lightning.gates.protocol import GateLike, by_pattern, gate_layers
+from dg_lightning.gates.protocol import GateLike, assume_open, by_pattern, gate_layers
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock, Duration, check_duration
 from dg_lightning.training.averaging import keep_settings_live
 
-from ._agreement import mean_over_ranks, state_key
+from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
+from ._restored import Restored
 
 __all__ = ["MinimumActivity"]
 
 _CHECKS = 10  # of a unit before it counts as dead
 
 
-class MinimumActivity(pl.Callback):
+class MinimumActivity(Restored):
     """Sets a floor on open gates, in deployment too, and revives dead units.
 
     The floor is part of the gate and of its checkpoint: every sample has at least that many units
@@ -38,6 +40,7 @@ class MinimumActivity(pl.Callback):
     0.05
     """
 
+    @checked
     def __init__(
         self,
         min_open: int | float | dict[str, int | float] | None = 0.05,
@@ -68,9 +71,7 @@ class MinimumActivity(pl.Callback):
         return state_key(self, layers=self.layers)
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._gates = gate_layers(pl_module, self.layers)
         self._set_floors()
         self._watched = {n: gate for n, gate in self._gates.items() if gate.input_dependent}
@@ -91,16 +92,15 @@ class MinimumActivity(pl.Callback):
                 gate.set_min_open(floor)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._set_floors()  # again: a checkpoint has brought its own
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         keep_settings_live(pl_module, trainer)
         if self.revive_after is not None:
+            assume_open(self._watched.values())
+            refuse_uncounted_steps(self, trainer, pl_module)
             clock = Clock.from_trainer(trainer)
-            self._interval = max(1, clock.steps(self.revive_after) // _CHECKS)
-            self._until = clock.steps(self.revive_until)
+            self._interval = max(1, clock.steps(self.revive_after, "revive_after") // _CHECKS)
+            self._until = clock.steps(self.revive_until, "revive_until")
 
     @override
     def on_train_batch_end(
@@ -128,7 +128,7 @@ class MinimumActivity(pl.Callback):
         self._statistics = GateStatistics(gates, _CHECKS)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def current_state(self) -> dict[str, Any]:
         return {
             "revived": self.revived,
             "seen_at": self._seen_at,
@@ -136,7 +136,7 @@ class MinimumActivity(pl.Callback):
         }
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.revived = state_dict["revived"]
-        self._seen_at = state_dict["seen_at"]
-        self._statistics.load_state_dict(state_dict["statistics"])
+    def restore(self, state: dict[str, Any]) -> None:
+        self.revived = state["revived"]
+        self._seen_at = state["seen_at"]
+        self._statistics.load_state_dict(state["statistics"])

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.rewiring import (
     Distribution,
     DropSchedule,
     DropShape,
+    Initial,
     OpenRates,
     SparseLayer,
     drop_and_grow,
@@ -20,7 +22,7 @@ from dg_lightning.rewiring import (
 from dg_lightning.schedules import Duration
 
 from ._agreement import mean_over_ranks
-from ._sparse import Initial, NewMasks, Sparse
+from ._sparse import NewMasks, Sparse
 
 __all__ = ["RigL"]
 
@@ -38,7 +40,9 @@ class RigL(Sparse):
     with a gradient that is not finite changes no connections.
 
     Masks are part of this callback's state; the model's own state holds plain weights with zeros,
-    and loads without this package.
+    and loads without this package. Missing weights are exactly 0 after every step of the optimizer.
+    A copy of the net within the module, as of a mean teacher, is left alone if it is frozen: its
+    weights fade where connections were dropped, and are not exactly 0.
 
     (Evci, Gale, Menick, Castro, Elsen: "Rigging the Lottery: Making All Tickets Winners",
     arXiv:1911.11134.)
@@ -78,6 +82,7 @@ class RigL(Sparse):
     100
     """
 
+    @checked
     def __init__(
         self,
         sparsity: float | dict[str, float] = 0.9,
@@ -100,12 +105,8 @@ class RigL(Sparse):
         super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
         self.schedule: DropSchedule = DropSchedule(every_n_steps, drop_fraction, drop_shape, until)
         self.exclude_just_dropped = exclude_just_dropped
-        if grow not in ("gradient", "mean_gradient"):
-            raise ValueError(f"`grow` must be gradient or mean_gradient, got {grow!r}.")
         if not 0 <= mean_decay < 1:
             raise ValueError(f"`mean_decay` must be in [0, 1), got {mean_decay}.")
-        if gate_aware not in ("no", "grow", "drop_and_grow"):
-            raise ValueError(f"`gate_aware` must be no, grow or drop_and_grow, got {gate_aware!r}.")
         self.grow = grow
         self.sees_all_gradients = self.sees_all_gradients or grow == "mean_gradient"
         self.mean_decay = mean_decay

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.gates.protocol import gate_layers
 from dg_lightning.monitoring.routing import RoutingStatistics
 
@@ -33,6 +34,7 @@ class RoutingMonitor(pl.Callback):
     ['net.router']
     """
 
+    @checked
     def __init__(self, layers: list[str] | None = None) -> None:
         self.layers = layers
         self._routers: dict[str, Any] = {}
@@ -42,7 +44,7 @@ class RoutingMonitor(pl.Callback):
         self._batches = 0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = gate_layers(pl_module, self.layers)
         self._routers = {name: gate for name, gate in gates.items() if hasattr(gate, "chosen")}
         if not self._routers:
@@ -97,6 +99,11 @@ class RoutingMonitor(pl.Callback):
                 pl_module.log(f"routing/{key}/{name}", device_value, sync_dist=True)
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            self.on_fit_start(trainer, pl_module)
+
+    @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._statistics = {}
 
@@ -117,6 +124,7 @@ class RoutingMonitor(pl.Callback):
         self._log(pl_module)
 
     # Tests are monitored like validation.
+    on_test_start = on_validation_start
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end
     on_test_epoch_end = on_validation_epoch_end

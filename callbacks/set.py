@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.rewiring import (
     Distribution,
     DropSchedule,
     DropShape,
+    Initial,
     SparseLayer,
     drop_and_grow,
     generator_for,
 )
 from dg_lightning.schedules import Duration
 
-from ._sparse import Initial, NewMasks, Sparse
+from ._sparse import NewMasks, Sparse
 
 __all__ = ["SET"]
 
@@ -49,6 +51,7 @@ class SET(Sparse):
     0.3
     """
 
+    @checked
     def __init__(
         self,
         sparsity: float | dict[str, float] = 0.9,

@@ -1,8 +1,9 @@
 """Train with connections that never change."""
 
-from dg_lightning.rewiring import Distribution
+from dg_lightning.arguments import checked
+from dg_lightning.rewiring import Distribution, Initial
 
-from ._sparse import Initial, Sparse
+from ._sparse import Sparse
 
 __all__ = ["StaticSparse"]
 
@@ -27,6 +28,7 @@ class StaticSparse(Sparse):
     {'fc1': 0.8}
     """
 
+    @checked
     def __init__(
         self,
         sparsity: float | dict[str, float] = 0.9,

@@ -5,12 +5,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.gates import GateLike, gate_layers, set_temperature, shared_state
 from dg_lightning.gates.protocol import set_initial_temperature
 from dg_lightning.schedules import Clock, Curve, Duration, Schedule, Shape, warn_of_risks
 from dg_lightning.training import keep_settings_live, log_step
 
-from ._agreement import refuse_two_writers
+from ._agreement import refuse_two_writers, refuse_uncounted_steps
 
 __all__ = ["TemperatureAnnealing"]
 
@@ -39,6 +40,7 @@ class TemperatureAnnealing(pl.Callback):
     1.0
     """
 
+    @checked
     def __init__(
         self,
         start: float = 2.0,
@@ -49,17 +51,18 @@ class TemperatureAnnealing(pl.Callback):
         staircase: Literal["epoch"] | None = None,
         layers: list[str] | None = None,
     ) -> None:
-        if min(start, end) <= 0:
-            raise ValueError(f"A temperature must be above 0, got {start} and {end}.")
+        for name, value in (("start", start), ("end", end)):
+            if value <= 0:
+                raise ValueError(f"`{name}` must be above 0, got {value}.")
         self.schedule = Schedule(start, end, shape, begin, until, staircase=staircase)
         self.layers = layers
         self._gates: dict[str, GateLike] = {}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._gates = gate_layers(pl_module, self.layers)
-            refuse_two_writers(self, trainer, pl_module)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._gates = gate_layers(pl_module, self.layers)
+        refuse_two_writers(self, trainer, pl_module)
+        refuse_uncounted_steps(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

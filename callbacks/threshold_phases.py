@@ -6,20 +6,21 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from dg_lightning.arguments import as_dataclass, checked
 from dg_lightning.gates import GateLike, gate_layers, set_threshold, shared_state
 from dg_lightning.schedules import (
     Clock,
     Curve,
     Duration,
+    JoinedPhases,
     Phase,
     ValueAt,
     check_duration,
-    join_phases,
     warn_of_risks,
 )
 from dg_lightning.training import keep_settings_live, log_step
 
-from ._agreement import refuse_two_writers
+from ._agreement import refuse_two_writers, refuse_uncounted_steps
 
 __all__ = ["ThresholdPhases"]
 
@@ -55,6 +56,7 @@ class ThresholdPhases(pl.Callback):
     0.75
     """
 
+    @checked
     def __init__(
         self,
         phases: list[Phase] | None = None,
@@ -63,10 +65,8 @@ class ThresholdPhases(pl.Callback):
         buffer: Duration = 0.05,
         layers: list[str] | None = None,
     ) -> None:
-        given = list(_PAPER) if phases is None else phases
-        self.phases = [Phase(**phase) if isinstance(phase, dict) else phase for phase in given]
-        if not self.phases:
-            raise ValueError("`phases` must have at least one phase, got none.")
+        given = _PAPER if phases is None else phases
+        self.phases = [as_dataclass("phases", phase, Phase) for phase in given]
         if buffer_keep is not None and not 0 <= buffer_keep <= 1:
             raise ValueError(f"`buffer_keep` must be in [0, 1], got {buffer_keep}.")
         check_duration("join", join)
@@ -78,10 +78,10 @@ class ThresholdPhases(pl.Callback):
         self._gates: dict[str, GateLike] = {}
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._gates = gate_layers(pl_module, self.layers)
-            refuse_two_writers(self, trainer, pl_module)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._gates = gate_layers(pl_module, self.layers)
+        refuse_two_writers(self, trainer, pl_module)
+        refuse_uncounted_steps(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -92,22 +92,22 @@ class ThresholdPhases(pl.Callback):
 
     def _resolve(self, clock: Clock) -> tuple[ValueAt, ValueAt, ValueAt]:
         """Return keep target, threshold and factor as functions of the step."""
-        starts = [clock.steps(phase.begin) for phase in self.phases]
+        starts = [clock.steps(phase.begin, "begin") for phase in self.phases]
         if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
             raise ValueError(
                 "Phases must begin one after the other, the first at step 0, got steps "
                 f"{', '.join(map(str, starts))}."
             )
-        width = clock.steps(self.join)
+        width = clock.steps(self.join, "join")
         keeps, keep_starts = [phase.keep for phase in self.phases], list(starts)
         stop = self.buffer_keep
         if stop is not None and len(keeps) > 1 and keeps[-1] < stop < keeps[-2]:
             keeps.insert(-1, stop)
-            keep_starts.append(starts[-1] + width + clock.steps(self.buffer))
+            keep_starts.append(starts[-1] + width + clock.steps(self.buffer, "buffer"))
         return (
-            join_phases(keeps, keep_starts, width),
-            join_phases([phase.threshold for phase in self.phases], starts, width),
-            join_phases([phase.weight_factor for phase in self.phases], starts, width),
+            JoinedPhases(keeps, keep_starts, width),
+            JoinedPhases([phase.threshold for phase in self.phases], starts, width),
+            JoinedPhases([phase.weight_factor for phase in self.phases], starts, width),
         )
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:

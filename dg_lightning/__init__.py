@@ -8,6 +8,7 @@ from dg_lightning._moved import MOVED, keep_old_paths
 
 if TYPE_CHECKING:
     from dg_lightning.budget import penalty
+    from dg_lightning.checking import check
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
     from dg_lightning.layers import GatedLinear, GatedMLP, SwitchMoE
     from dg_lightning.training import GatedClassifier, trust
@@ -20,6 +21,7 @@ __all__ = [
     "StaticGate",
     "SwitchMoE",
     "__version__",
+    "check",
     "gate_layers",
     "penalty",
     "trust",
@@ -35,6 +37,7 @@ _HOMES = {
     "GatedMLP": "layers",
     "StaticGate": "gates",
     "SwitchMoE": "layers",
+    "check": "checking",
     "gate_layers": "gates",
     "penalty": "budget",
     "trust": "training",

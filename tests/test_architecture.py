@@ -19,7 +19,7 @@ LEVELS = [
     {"budget", "collapse", "rewiring"},
     {"training", "monitoring", "runtime"},
     {"callbacks", "datamodules"},
-    {"study"},
+    {"study", "checking"},
     {"cli"},
 ]
 LEVEL = {room: index for index, rooms in enumerate(LEVELS) for room in rooms}

@@ -129,13 +129,14 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
-        if clock.steps_per_epoch and clock.total_steps >= 2 * clock.steps_per_epoch:
+        per_epoch, total = clock.steps_per_epoch, clock.total_steps
+        if per_epoch and total and total >= 2 * per_epoch:
             epochs = axis.secondary_xaxis("top") if axis is axes[0] else None
             if epochs is not None:
-                count = clock.total_steps // clock.steps_per_epoch
+                count = total // per_epoch
                 every = max(1, count // 10)
                 numbers = range(0, count + 1, every)
-                epochs.set_xticks([n * clock.steps_per_epoch for n in numbers], map(str, numbers))
+                epochs.set_xticks([n * per_epoch for n in numbers], map(str, numbers))
                 epochs.set_xlabel("epoch", fontsize=8)
     axes[-1].set_xlabel("optimizer step")
     with replacing(path) as unfinished:

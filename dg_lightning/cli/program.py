@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
 from dg_lightning.cli.callback_options import expand_callback_options
+from dg_lightning.cli.check import CheckingTrainer
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, to_plain
-from dg_lightning.cli.plan import PlanningTrainer
 from dg_lightning.cli.runs import (
     claim_run_folder,
     newest_checkpoint,
@@ -54,7 +54,7 @@ def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
-        trainer_class=PlanningTrainer,
+        trainer_class=CheckingTrainer,
         trainer_defaults={"callbacks": list(callbacks)},
         save_config_callback=SaveWholeConfig,
         save_config_kwargs={"save_to_log_dir": False},  # the callback writes to the run folder
@@ -66,7 +66,7 @@ def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "
             "description": "Train and use networks that decide which of their units to run.",
         },
         auto_configure_optimizers=False,
-        args=list(args),
+        args=["--json=true" if argument == "--json" else argument for argument in args],
     )
 
 
@@ -95,7 +95,8 @@ class GateCLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+        own = {"model", "datamodule"}
+        return {**LightningCLI.subcommands(), "plan": own, "check": own}
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -231,8 +232,10 @@ class GateCLI(LightningCLI):
         if isinstance(self.model, GatedClassifier):
             predicts = self.subcommand == "predict"
             trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
-            if self.config.subcommand != "plan":
+            if self.config.subcommand not in ("plan", "check"):
                 claim_run_folder(trainer)
+        if isinstance(trainer, CheckingTrainer):
+            trainer.arguments = dict(self.config_init[self.config.subcommand].trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeFileCheckpointIO()
         return trainer

@@ -18,6 +18,7 @@ COMMANDS = {
     "test": "Evaluate a checkpoint on the test part.",
     "predict": "Write the predictions of a checkpoint to predictions.csv.",
     "plan": "Draw the schedules of a config without training.",
+    "check": "Make a few steps of a config, and say what will not work; nothing is saved.",
     "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
     "search": "Search settings that are accurate and cheap, by validation alone.",
     "report": "Write the HTML report of a run or of a study.",

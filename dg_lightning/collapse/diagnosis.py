@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+from dg_lightning.arguments import check_fields
+
 __all__ = ["MODES", "GateState", "Limits", "Mode", "Verdict", "diagnose"]
 
 Mode: TypeAlias = Literal[
@@ -106,6 +108,7 @@ class Limits:
     patience: int = 2
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("closed", "low_p", "open", "shock", "units", "judged_after"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")

@@ -18,6 +18,7 @@ from .policies import Policy, straight_through, top_k_mask
 from .protocol import (
     Feeds,
     GateLike,
+    assume_open,
     by_pattern,
     connection_mask,
     detach_graph,
@@ -38,6 +39,7 @@ __all__ = [
     "Policy",
     "SharedState",
     "StaticGate",
+    "assume_open",
     "by_pattern",
     "connection_mask",
     "detach_graph",

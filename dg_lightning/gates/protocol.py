@@ -15,6 +15,7 @@ from typing_extensions import TypeIs, get_protocol_members
 __all__ = [
     "Feeds",
     "GateLike",
+    "assume_open",
     "by_pattern",
     "connection_mask",
     "count_connections",
@@ -102,7 +103,8 @@ def gate_layers(
     >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
     ['hidden.0.gate', 'hidden.1.gate']
     """
-    gates = {name: child for name, child in module.named_modules() if is_gate(child)}
+    everything = module.named_modules(remove_duplicate=False)  # a shared gate has several names
+    gates = {name: child for name, child in everything if is_gate(child)}
     # A wrapper such as torch.compile's looks like the gate inside it: keep the innermost one.
     found = {
         plain_name(name): gate
@@ -114,7 +116,11 @@ def gate_layers(
             f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
             "(GatedMLP: `gate: {kind: static}`), or give them a StaticGate or DynamicGate."
         )
-    return matching(found, layers, "gate")
+    once: dict[str, GateLike] = {}
+    for name, gate in matching(found, layers, "gate").items():
+        if not any(gate is other for other in once.values()):
+            once[name] = gate
+    return once
 
 
 def matching(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
@@ -191,8 +197,18 @@ def preserve_probability(gate: GateLike, factor: float, typical: float) -> None:
 def detach_graph(gates: Iterable[GateLike]) -> None:
     """Detach the recorded probabilities and gates from their graph."""
     for gate in gates:
-        if gate.probability is not None and gate.gate is not None:
-            gate.probability, gate.gate = gate.probability.detach(), gate.gate.detach()
+        if gate.probability is not None and gate.probability.requires_grad:
+            gate.probability = gate.probability.detach()
+        if gate.gate is not None and gate.gate.requires_grad:
+            gate.gate = gate.gate.detach()
+
+
+def assume_open(gates: Iterable[GateLike]) -> None:
+    """Record p = 1 for gates that have not run yet, so that whoever reads them counts them open."""
+    for gate in gates:
+        if gate.probability is None or gate.gate is None:
+            blocks = gate.units // gate.block_size
+            gate.probability = gate.gate = gate.threshold.new_ones(blocks)
 
 
 def connection_mask(layer: nn.Module) -> Tensor | None:

@@ -24,6 +24,14 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 _NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
 
 
+class GatedWeight(Tensor):
+    """The weight of a gated layer, as others see it.
+
+    Torch's fused layers, as of a TransformerEncoder in evaluation, multiply with a plain weight
+    themselves, past the gate; a subclass sends them through the layer.
+    """
+
+
 class GatedLinear(nn.Module):
     """One hidden layer: ``h' = dropout(g(h) * activation(norm(W h + b)))``.
 
@@ -74,6 +82,16 @@ class GatedLinear(nn.Module):
             self._attach(gate, skips_rows=norm != "layer")
         self.gate = gate
         self.dropout = nn.Dropout(dropout)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the linear map, for code that takes the layer for an `nn.Linear`."""
+        return self.linear.weight.as_subclass(GatedWeight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the linear map."""
+        return self.linear.bias
 
     def _attach(self, gate: nn.Module, skips_rows: bool) -> None:
         if not is_gate(gate):

@@ -11,14 +11,23 @@ from dg_lightning.monitoring import (
     can_show_pictures,
     gate_figure,
     has_matplotlib,
+    run_folder,
     show_pictures,
     show_table,
 )
-from dg_lightning.monitoring.activity import GateHistory
+from dg_lightning.monitoring.activity import GateHistory, HistoryEntry
 from dg_lightning.monitoring.snapshot import Snapshot
 from dg_lightning.monitoring.tables import LAYER_COLUMNS
+from dg_lightning.training import logged_step
 
-__all__ = ["is_writing_rank", "log_scalar", "send_pictures", "send_tables", "write_files"]
+__all__ = [
+    "is_writing_rank",
+    "log_scalar",
+    "publish_evaluation",
+    "send_pictures",
+    "send_tables",
+    "write_files",
+]
 
 
 def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
@@ -34,6 +43,21 @@ def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
         tables.write_inputs(on_input, shape, getattr(data, "feature_names", None) or ())
     if verdicts := _verdicts(trainer):
         tables.write_verdicts(verdicts)
+
+
+def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: bool) -> None:
+    """Publish a stand-alone validation or test, without history, under its own name."""
+    name, history = f"gates_{trainer.state.fn.value}", GateHistory()
+    epoch, step = trainer.current_epoch, logged_step(trainer)
+    rows = snapshot.layer_rows(epoch, step, history)
+    history.add(HistoryEntry.from_gates(epoch, step, snapshot.results))
+    if files:
+        tables = GateTables(run_folder(trainer) / name)
+        tables.begin(history.entries, rows)
+        write_files(trainer, tables, snapshot)
+    if media:
+        send_pictures(trainer, name, snapshot, history)
+        send_tables(trainer, name, snapshot, step, rows)
 
 
 def send_pictures(trainer: Any, key: str, snapshot: Snapshot, history: GateHistory) -> None:

@@ -14,6 +14,7 @@ from .imports import (
     saved_masks,
 )
 from .initial_masks import (
+    Initial,
     check_masks,
     generator_for,
     given_masks,
@@ -38,6 +39,7 @@ __all__ = [
     "Distribution",
     "DropSchedule",
     "DropShape",
+    "Initial",
     "OpenRates",
     "SparseLayer",
     "Structure",

@@ -45,7 +45,7 @@ class DropSchedule:
 
     def resolve(self, clock: Clock, name: str = "It") -> str | None:
         """Resolve durations, when training starts; return a warning if there will be no update."""
-        self.last_step = clock.steps(self.until)
+        self.last_step = clock.steps(self.until, "until")
         end = self.drop_fraction if self.drop_shape == "constant" else 0.0
         shape = "linear" if self.drop_shape == "constant" else self.drop_shape
         schedule = Schedule(self.drop_fraction, end, shape, until=max(self.last_step, 1))
@@ -54,8 +54,7 @@ class DropSchedule:
             return None
         return (
             f"{name} never rewires: its interval is {self.every_n_steps} steps, and "
-            f"it stops before step {self.last_step} of {clock.total_steps}; lower `every_n_steps` "
-            "or raise `until`."
+            f"it stops before step {self.last_step}; lower `every_n_steps` or raise `until`."
         )
 
     def is_due(self, step: int, last: int) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import torch
@@ -16,6 +16,7 @@ from .imports import import_pruned, saved_masks
 from .structures import TRANSPOSED, Structure
 
 __all__ = [
+    "Initial",
     "check_masks",
     "generator_for",
     "given_masks",
@@ -25,6 +26,8 @@ __all__ = [
     "sparse_layers",
 ]
 
+
+Initial: TypeAlias = Literal["random", "magnitude"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
@@ -40,22 +43,20 @@ def sparse_layers(
         ValueError: If there is none, a pattern fits none, or a weight is not a plain parameter.
     """
     found: dict[str, nn.Module] = {}
-    weights: list[Any] = []
-    for name, child in module.named_modules():
-        kind = isinstance(child, _LAYERS)
-        if not kind or child in without:
+    for name, child in module.named_modules(remove_duplicate=False):
+        if not isinstance(child, _LAYERS) or child in without:
             continue
-        weight: Any = child.weight
-        frozen = layers is None and not weight.requires_grad
-        if not frozen and not any(weight is other for other in weights):
-            weights.append(weight)
+        if layers is not None or child.weight.requires_grad:
             found[plain_name(name)] = child
     if not found:
         raise ValueError(
             f"There is no layer to make sparse in {type(module).__name__}: nn.Linear or nn.Conv* "
             "are looked for, outside of gates and not frozen."
         )
-    chosen = matching(found, layers, "layer")
+    chosen: dict[str, nn.Module] = {}
+    for name, child in matching(found, layers, "layer").items():
+        if not any(child.weight is other.weight for other in chosen.values()):
+            chosen[name] = child
     for name, child in chosen.items():
         if "weight" not in dict(child.named_parameters(recurse=False)):
             raise ValueError(

@@ -1,7 +1,7 @@
 """A sparse layer: its mask, applied to weight and optimizer state, and its figures."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 from zlib import crc32
 
@@ -81,12 +81,23 @@ class SparseLayer:
 
     def apply(self) -> None:
         """Set the weights of missing connections to exactly 0."""
-        zero_outside([(self.weight, self.mask)])
+        if not self.full:
+            zero_outside([(self.weight, self.mask)])
 
     def clean(self, optimizer: Optimizer) -> None:
-        """Reset weight and optimizer state of missing connections."""
+        """Reset missing connections after a step: their weight, and state that is not 0 then."""
         self.apply()
-        reset_state(optimizer, self.weight, keep=self.mask)
+        if type(optimizer) not in WEIGHT_BY_WEIGHT:
+            reset_state(optimizer, self.weight, keep=self.mask)
+
+    def refuse_if_replaced(self, live: Collection[nn.Module] | None = None) -> None:
+        """Raise if the layer has got another weight, or is not among the modules that live."""
+        if self.layer.weight is not self.weight or (live is not None and self.layer not in live):
+            raise RuntimeError(
+                f"The weight of {self.name} was replaced during training, as by "
+                "torch.nn.utils.prune, and its mask no longer holds: change it in place, or leave "
+                "the layer out with `layers`."
+            )
 
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
         """Take a new mask, see `change_connections`."""
@@ -182,6 +193,8 @@ def change_connections(
         zero_outside([(layer.weight, same)])
         if optimizer is not None:
             reset_state(optimizer, layer.weight, keep=same)
+    if isinstance(optimizer, optim.LBFGS):
+        optimizer.state.clear()  # a history of other connections
     return True
 
 

@@ -1,22 +1,22 @@
 """Schedules: values as functions of the optimizer step, and the plan of a training run."""
 
+from .phases import JoinedPhases, Phase
 from .plan import Curve, collect_plan, find_risks, warn_of_risks
 from .schedule import (
     Clock,
     Duration,
-    Phase,
     Schedule,
     Shape,
     ValueAt,
     as_schedule,
     check_duration,
-    join_phases,
 )
 
 __all__ = [
     "Clock",
     "Curve",
     "Duration",
+    "JoinedPhases",
     "Phase",
     "Schedule",
     "Shape",
@@ -25,6 +25,5 @@ __all__ = [
     "check_duration",
     "collect_plan",
     "find_risks",
-    "join_phases",
     "warn_of_risks",
 ]

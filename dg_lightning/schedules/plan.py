@@ -43,6 +43,7 @@ class Curve:
 
     def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
         """Return evenly spaced steps from first to last, and the values at them."""
+        assert clock.total_steps is not None  # there is no plan of a training without an end
         points = min(points, clock.total_steps)
         last = clock.total_steps - 1
         steps = [round(i * last / max(points - 1, 1)) for i in range(points)]
@@ -61,6 +62,8 @@ def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
     if planning[0] is not callback or trainer.fast_dev_run:
         return
     clock = Clock.from_trainer(trainer)
+    if clock.total_steps is None:
+        return
     for risk in find_risks(collect_plan(planning, clock, module), clock, module):
         rank_zero_warn(risk)
 
@@ -141,6 +144,7 @@ def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | N
 
 def _jumps(curve: Curve, clock: Clock) -> list[int]:
     """Return the steps at which a value jumps by more than a quarter of its range."""
+    assert clock.total_steps is not None
     if clock.total_steps * _JUMP < 1:
         return []  # in so short a run every change is a jump
     steps = list(range(0, clock.total_steps, max(1, round(_JUMP * clock.total_steps))))

@@ -6,20 +6,23 @@ A duration is a number of optimizer steps (int), a fraction of training (float),
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from dg_lightning.arguments import as_dataclass, check_fields
 
 __all__ = [
     "Clock",
     "Duration",
-    "Phase",
     "Schedule",
+    "ScheduledValue",
     "Shape",
     "ValueAt",
     "as_schedule",
     "check_duration",
-    "join_phases",
 ]
 
 Duration: TypeAlias = int | float | str
@@ -27,6 +30,10 @@ Shape: TypeAlias = Literal["linear", "cosine", "quadratic", "exponential", "step
 ValueAt: TypeAlias = Callable[[int], float]
 
 _WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)\s*")
+_UNKNOWN = {
+    "training": "the training has no known end",
+    "epoch": "the data has no length",
+}
 
 
 @dataclass(frozen=True)
@@ -34,55 +41,59 @@ class Clock:
     """Length of a training run in optimizer steps.
 
     Args:
-        total_steps: Optimizer steps of the whole run.
+        total_steps: Optimizer steps of the whole run; None if it has no known end.
         steps_per_epoch: Optimizer steps per epoch; None if the data has no length.
+        assumed: Whether both rest on the assumption that every batch is a step of every optimizer,
+            as in manual optimization.
 
     >>> Clock(1000, 100).steps("3 epochs"), Clock(1000).steps(0.25), Clock(1000).steps(40)
     (300, 250, 40)
     """
 
-    total_steps: int
+    total_steps: int | None
     steps_per_epoch: int | None = None
+    assumed: bool = False
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> "Clock":
         """Create the clock of a Trainer that is about to fit."""
-        total = trainer.estimated_stepping_batches
-        if not 0 < total < math.inf:
-            raise ValueError(
-                f"A schedule needs to know how long the training is, and it has {total} steps: "
-                "set `max_steps` of the Trainer, or `max_epochs` with data that has a length."
-            )
+        estimated = trainer.estimated_stepping_batches
+        total = int(estimated) if 0 < estimated < math.inf else None
         batches = trainer.num_training_batches
+        per_epoch = None
+        if batches and not math.isinf(batches):
+            per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
         module = getattr(trainer, "lightning_module", None)
-        if module is not None and not module.automatic_optimization and trainer.max_steps == -1:
-            # Lightning counts the steps of every optimizer, but estimates one per batch.
-            optimizers = max(1, len(trainer.optimizers))
-            total, batches = total * optimizers, batches * optimizers
-        if not batches or math.isinf(batches):
-            return cls(int(total))
-        return cls(int(total), math.ceil(batches / trainer.accumulate_grad_batches))
+        if module is None or module.automatic_optimization:
+            return cls(total, per_epoch)
+        # Lightning counts the steps of every optimizer, but estimates one per batch.
+        optimizers = max(1, len(trainer.optimizers))
+        assumed = trainer.max_steps == -1
+        if assumed and total is not None:
+            total *= optimizers
+        return cls(total, per_epoch and per_epoch * optimizers, assumed)
 
-    def steps(self, duration: Duration) -> int:
-        """Return a duration in optimizer steps."""
-        check_duration("duration", duration)
+    def steps(self, duration: Duration, name: str = "duration") -> int:
+        """Return a duration in optimizer steps; `name` is the argument that it was given as."""
+        check_duration(name, duration)
         if isinstance(duration, int):
             return duration
-        if isinstance(duration, float):
-            return round(duration * self.total_steps)
-        match = _WORDS.fullmatch(duration)
-        assert match is not None
-        number, unit = float(match[1]), match[2]
-        if unit == "%":
-            return round(number / 100 * self.total_steps)
-        if unit.startswith("step"):
+        number, unit = _parse(duration)
+        if unit == "step":
             return round(number)
-        if self.steps_per_epoch is None:
+        length = self.total_steps if unit == "training" else self.steps_per_epoch
+        if length is None:
             raise ValueError(
-                f"`{duration}` cannot be counted, because the data has no length: "
-                "write it in steps or as a fraction of training."
+                f"`{name}` is {duration!r}, and {_UNKNOWN[unit]}: write it in steps ('600 steps')"
+                + (", or set `max_steps` of the Trainer." if unit == "training" else ".")
             )
-        return round(number * self.steps_per_epoch)
+        if self.assumed:
+            rank_zero_info(
+                f"`{name}: {duration}` assumes one step of every optimizer in each batch, "
+                f"{self.total_steps or 'any number of'} steps in all. If `training_step` steps "
+                "less often, set `max_steps` of the Trainer to the number of its steps."
+            )
+        return round(number * length)
 
     def end_of_epoch(self, step: int) -> int:
         """Return the number of steps at the end of the epoch that contains `step`."""
@@ -96,16 +107,30 @@ class Clock:
 def check_duration(name: str, duration: Duration) -> None:
     """Raise a ValueError if `duration` is not a valid duration."""
     if isinstance(duration, str):
-        valid = _WORDS.fullmatch(duration) is not None
+        number, unit = _parse(duration)
+        valid = number >= 0 and not (unit == "training" and number > 1)
     elif isinstance(duration, float):
         valid = 0 <= duration <= 1
     else:
-        valid = isinstance(duration, int) and duration >= 0
+        valid = isinstance(duration, int) and not isinstance(duration, bool) and duration >= 0
     if not valid:
         raise ValueError(
             f"`{name}` must be a number of steps (an int), a fraction of training (a float from 0 "
-            f"to 1), or words like '3 epochs' and '600 steps', got {duration!r}."
+            f"to 1), or words like '3 epochs', '600 steps' and '40 %', got {duration!r}."
         )
+
+
+def _parse(duration: float | str) -> tuple[float, Literal["step", "epoch", "training"]]:
+    """Return the number and the unit of a duration; the number is -1 for unknown words."""
+    if not isinstance(duration, str):
+        return duration, "training"
+    match = _WORDS.fullmatch(duration)
+    if match is None:
+        return -1.0, "training"
+    number = float(match[1])
+    if match[2] == "%":
+        return number / 100, "training"
+    return number, "step" if match[2].startswith("step") else "epoch"
 
 
 @dataclass(frozen=True)
@@ -137,14 +162,7 @@ class Schedule:
     staircase: Literal["epoch"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start", "end", "before"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"`{name}` must be finite, got {value}.")
-        if self.shape not in get_args(Shape):
-            raise ValueError(f"`shape` must be one of {get_args(Shape)}, got {self.shape!r}.")
-        if self.staircase not in (None, "epoch"):
-            raise ValueError(f"`staircase` must be epoch or null, got {self.staircase!r}.")
+        check_fields(self)
         if self.shape == "exponential" and not self.start * self.end > 0:
             raise ValueError(
                 "An exponential schedule needs a start and an end above 0, got "
@@ -155,27 +173,20 @@ class Schedule:
 
     def resolve(self, clock: Clock) -> ValueAt:
         """Return the value as a function of the optimizer step."""
-        begin, until = clock.steps(self.begin), clock.steps(self.until)
-        if self.shape != "step" and until < begin:
-            raise ValueError(
-                f"A schedule must end after it begins, got begin {self.begin!r} (step {begin}) and "
-                f"until {self.until!r} (step {until})."
-            )
+        if self.start == self.end and self.before in (None, self.start):
+            return ScheduledValue(self, clock, 0, 0)  # a constant needs no clock
+        begin, until = clock.steps(self.begin, "begin"), 0
+        if self.shape != "step":
+            until = clock.steps(self.until, "until")
+            if until < begin:
+                raise ValueError(
+                    f"A schedule must end after it begins, got begin {self.begin!r} (step {begin}) "
+                    f"and until {self.until!r} (step {until})."
+                )
+        return ScheduledValue(self, clock, begin, until)
 
-        def value_at(step: int) -> float:
-            in_warmup = step < begin
-            if self.staircase is not None:  # the epoch that ends with the warmup is part of it
-                step = clock.end_of_epoch(step)
-                in_warmup = step <= begin
-            if in_warmup:
-                return self.start if self.before is None else self.before
-            if self.shape == "step" or step >= until:
-                return self.end
-            return self._interpolate((step - begin) / (until - begin))
-
-        return value_at
-
-    def _interpolate(self, progress: float) -> float:
+    def interpolate(self, progress: float) -> float:
+        """Return the value at a share of the way from `start` to `end`."""
         if self.shape == "exponential":
             return float(self.start * (self.end / self.start) ** progress)
         if self.shape == "cosine":
@@ -185,69 +196,37 @@ class Schedule:
         return self.start + (self.end - self.start) * progress
 
 
+@dataclass(frozen=True)
+class ScheduledValue:
+    """A schedule that knows the steps of its training run: a value for each optimizer step."""
+
+    schedule: Schedule
+    clock: Clock
+    begin: int
+    until: int
+
+    def __call__(self, step: int) -> float:
+        """Return the value at a step."""
+        schedule = self.schedule
+        if self.begin == self.until == 0:
+            return schedule.end
+        in_warmup = step < self.begin
+        if schedule.staircase is not None:  # the epoch that ends with the warmup is part of it
+            step = self.clock.end_of_epoch(step)
+            in_warmup = step <= self.begin
+        if in_warmup:
+            return schedule.start if schedule.before is None else schedule.before
+        if schedule.shape == "step" or step >= self.until:
+            return schedule.end
+        return schedule.interpolate((step - self.begin) / (self.until - self.begin))
+
+
 def as_schedule(name: str, value: "float | Schedule | dict[str, Any]") -> Schedule:
     """Convert a schedule, a dict of its arguments, or a constant to a `Schedule`.
 
     >>> as_schedule("weight", 0.5).resolve(Clock(10))(3)
     0.5
     """
-    if isinstance(value, Schedule):
-        return value
-    if isinstance(value, dict):
-        try:
-            return Schedule(**value)
-        except TypeError as error:
-            raise ValueError(
-                f"`{name}` as a schedule takes {', '.join(Schedule.__dataclass_fields__)}, "
-                f"got {', '.join(map(str, value))}."
-            ) from error
+    if isinstance(value, Schedule | dict):
+        return as_dataclass(name, value, Schedule)
     return Schedule(value, value)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of `ThresholdPhases`.
-
-    Args:
-        keep: Fraction of gates to keep open, for a `GatePenalty` whose `target` is null.
-        threshold: θ.
-        weight_factor: Multiplier of the weight of every penalty on the gates.
-        begin: Start of the phase; 0 for the first one.
-    """
-
-    keep: float
-    threshold: float
-    weight_factor: float
-    begin: Duration = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.keep <= 1:
-            raise ValueError(f"`keep` must be in [0, 1], got {self.keep}.")
-        if not 0 <= self.threshold < 1:
-            raise ValueError(f"`threshold` must be in [0, 1), got {self.threshold}.")
-        if not self.weight_factor >= 0:
-            raise ValueError(f"`weight_factor` must be at least 0, got {self.weight_factor}.")
-        check_duration("begin", self.begin)
-
-
-def join_phases(values: Sequence[float], starts: Sequence[int], width: int) -> ValueAt:
-    """Return a function that takes one of `values` in each phase, with cosine transitions.
-
-    A transition starts with the new phase and takes `width` steps.
-
-    >>> at = join_phases([1.0, 0.0], [0, 10], width=4)
-    >>> [round(at(step), 2) for step in (9, 10, 12, 14)]
-    [1.0, 1.0, 0.5, 0.0]
-    """
-
-    def value_at(step: int) -> float:
-        value = values[0]
-        for start, target in zip(starts[1:], values[1:], strict=True):
-            if step < start:
-                break
-            progress = min(1.0, (step - start) / width) if width else 1.0
-            # If the previous transition is unfinished, start from where it got to.
-            value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
-        return value
-
-    return value_at

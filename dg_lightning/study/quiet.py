@@ -18,14 +18,14 @@ def is_quiet() -> bool:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Print only warnings and errors inside this context."""
-    before = dict(os.environ)
+    before, disabled = dict(os.environ), logging.root.manager.disable
     os.environ |= {_VARIABLE: "1", "WANDB_SILENT": "true"}
     logging.disable(logging.INFO)
     try:
         with open(os.devnull, "w", encoding="utf-8") as devnull, redirect_stdout(devnull):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
         for name in (_VARIABLE, "WANDB_SILENT"):
             os.environ.pop(name, None)
             if name in before:

@@ -4,11 +4,12 @@ from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
 from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
 from .spec import trust
-from .step_logging import is_logged_step, log_step, logged_step
+from .step_logging import is_due, is_logged_step, log_step, logged_step
 
 __all__ = [
     "GatedClassifier",
     "copy_gates_to_averages",
+    "is_due",
     "is_logged_step",
     "keep_settings_live",
     "log_step",

@@ -28,13 +28,13 @@ def keep_settings_live(module: nn.Module, trainer: Any) -> None:
 
 @torch.no_grad()
 def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
-    """Copy the parameters of the module's frozen gates to every `AveragedModel`.
+    """Copy the parameters of the module's frozen gates to every average of it.
 
     An average of logits from before the landing would open other units.
     """
     live = gate_layers(module, required=False)
-    for average in _averages(trainer):
-        for name, gate in gate_layers(average.module, required=False).items():
+    for copy in _copies(trainer):
+        for name, gate in gate_layers(copy, required=False).items():
             if name in live and isinstance(gate, nn.Module):
                 ours: Any = live[name]
                 for their, our in zip(gate.parameters(), ours.parameters(), strict=True):

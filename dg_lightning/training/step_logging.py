@@ -2,21 +2,33 @@
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-__all__ = ["is_logged_step", "log_step", "logged_step"]
+__all__ = ["is_due", "is_logged_step", "log_step", "logged_step"]
+
+_LOGGED: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # epochs of keys, by Trainer
 
 
 def log_step(pl_module: Any, values: Mapping[str, Tensor | float], *, always: bool = False) -> None:
     """Log the current values of a callback, in the steps that Lightning logs.
 
     To be called from hooks of a training batch, in every step. Loggers get a complete row in each
-    logged step. With `always`, values that are new reach `callback_metrics` in other steps too.
+    logged step. A key is logged once in every epoch, so that it can be monitored. With `always`,
+    values that are new reach `callback_metrics` in other steps too.
     """
-    if always or is_logged_step(pl_module.trainer):
-        for key, value in values.items():
+    trainer = pl_module.trainer
+    for key, value in values.items():
+        if always or is_due(trainer, key):
             pl_module.log(key, value.detach() if isinstance(value, Tensor) else value)
+            _LOGGED.setdefault(trainer, {})[key] = trainer.current_epoch
+
+
+def is_due(trainer: Any, key: str) -> bool:
+    """Return True if this step is logged, or the key has not been logged in this epoch."""
+    seen = _LOGGED.get(trainer, {}).get(key) == trainer.current_epoch
+    return not seen or is_logged_step(trainer)
 
 
 def is_logged_step(trainer: Any) -> bool:

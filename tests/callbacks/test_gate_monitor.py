@@ -204,7 +204,7 @@ def test_files_can_be_left_out_and_a_sanity_check_is_no_look(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         ({"every_n_epochs": -1}, "`every_n_epochs` must be at least 0, got -1"),
-        ({"stage": "test"}, "`stage` must be validation or train, got 'test'"),
+        ({"stage": "test"}, "`stage` must be validation, train or None, got 'test'"),
     ],
 )
 def test_refuses_what_makes_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -121,3 +121,32 @@ def test_activation_checkpointing_presses_once_or_is_refused(
         torch.testing.assert_close(model.grads[name], grad, msg=name)
     with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
         fitted(settings, cls=CheckpointedTheOldWay, policy=policy)
+
+
+@every_usage
+def test_in_double_precision_it_is_exact_to_double_precision(settings: dict[str, Any]) -> None:
+    model = fitted(settings, precision="64-true")
+    plain, x = Foreign().double(), samples().double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss = plain.training_step([x], 0)
+        (loss + WEIGHT * term_of(plain, settings)).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            found = model.grads[name]
+            assert found.dtype == torch.float64
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-15, msg=name)
+
+
+def test_a_single_gate_without_a_graph_is_named() -> None:
+    class Overwritten(Foreign):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            with torch.no_grad():
+                self.backbone[0](batch[0])  # what the gate has recorded for the loss is gone
+            return loss
+
+    with pytest.raises(RuntimeError, match=r"cannot act on backbone.0.gate: there is no graph"):
+        fitted({"usage": "linear"}, cls=Overwritten)

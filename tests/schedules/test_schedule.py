@@ -1,3 +1,4 @@
+import logging
 import math
 from itertools import pairwise
 from typing import Any
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dg_lightning.schedules.schedule import Clock, Phase, Schedule, as_schedule, join_phases
+from dg_lightning.schedules import Clock, JoinedPhases, Phase, Schedule, as_schedule
 
 
 @pytest.mark.parametrize(
@@ -27,15 +28,15 @@ def test_durations_are_steps_fractions_or_words(duration: Any, steps: int) -> No
     assert Clock(1000, 100).steps(duration) == steps
 
 
-@pytest.mark.parametrize("duration", [-1, 1.5, "soon", "3", "3 weeks", None])
+@pytest.mark.parametrize("duration", [-1, 1.5, "soon", "3", "3 weeks", "150 %"])
 def test_what_is_no_duration_is_refused(duration: Any) -> None:
     with pytest.raises(ValueError, match="`begin` must be a number of steps"):
         Schedule(0, 1, begin=duration)
 
 
 def test_epochs_of_data_without_a_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="`3 epochs` cannot be counted"):
-        Clock(1000).steps("3 epochs")
+    with pytest.raises(ValueError, match="`until` is '3 epochs', and the data has no length"):
+        Clock(1000).steps("3 epochs", "until")
     with pytest.raises(ValueError, match="`staircase: epoch` cannot be followed"):
         Schedule(0, 1, staircase="epoch").resolve(Clock(1000))(3)
 
@@ -94,24 +95,24 @@ def test_bad_schedules_say_the_way_out() -> None:
         Schedule(0, 1, "exponential")
     with pytest.raises(ValueError, match=r"must end after it begins, got begin 0.5 \(step 50\)"):
         Schedule(0, 1, begin=0.5, until=0.2).resolve(Clock(100))
-    with pytest.raises(ValueError, match=r"`shape` must be one of .*, got 'round'"):
+    with pytest.raises(ValueError, match=r"`shape` must be linear.* or step, got 'round'"):
         Schedule(0, 1, "round")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`start` must be finite, got inf"):
+    with pytest.raises(ValueError, match="`start` must be a finite number, got inf"):
         Schedule(math.inf, 1)
-    with pytest.raises(ValueError, match="`weight` as a schedule takes start, end"):
+    with pytest.raises(ValueError, match="`weight` takes start, end"):
         as_schedule("weight", {"beginning": 0})
     with pytest.raises(ValueError, match=r"`keep` must be in \[0, 1\], got 2"):
         Phase(2, 0.5, 1)
 
 
 def test_phases_are_joined_without_a_jump() -> None:
-    at = join_phases([0.9, 0.6, 0.3], [0, 30, 70], width=10)
+    at = JoinedPhases([0.9, 0.6, 0.3], [0, 30, 70], width=10)
     values = [at(step) for step in range(100)]
     assert values[29] == values[30] == 0.9
     assert values[40] == values[70] == 0.6
     assert values[80] == values[99] == 0.3
     assert max(abs(b - a) for a, b in pairwise(values)) < 0.06
-    abrupt = join_phases([0.9, 0.6], [0, 30], width=0)
+    abrupt = JoinedPhases([0.9, 0.6], [0, 30], width=0)
     assert [abrupt(29), abrupt(30)] == [0.9, 0.6]
 
 
@@ -125,5 +126,21 @@ def test_the_clock_of_a_trainer_counts_optimizer_steps() -> None:
     assert Clock.from_trainer(FakeTrainer()) == Clock(90, 9)
     endless: Any = FakeTrainer()
     endless.estimated_stepping_batches = math.inf
-    with pytest.raises(ValueError, match="needs to know how long the training is"):
-        Clock.from_trainer(endless)
+    clock = Clock.from_trainer(endless)
+    assert clock == Clock(None, 9)
+    assert [clock.steps(duration) for duration in (40, "40 steps", "2 epochs")] == [40, 40, 18]
+    assert Schedule(0.5, 0.5).resolve(clock)(10**9) == 0.5
+    for fraction in (0.75, "75 %"):
+        with pytest.raises(ValueError, match=r"`until` is .*75.*no known end.*set `max_steps`"):
+            clock.steps(fraction, "until")
+
+
+def test_a_clock_by_hand_says_what_it_assumes(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(240, 60, assumed=True)
+    with caplog.at_level(logging.INFO):
+        assert clock.steps(30, "begin") == 30
+        assert not caplog.messages
+        assert clock.steps(0.5, "until") == 120
+    (line,) = caplog.messages
+    assert "`until: 0.5` assumes one step of every optimizer in each batch, 240 steps" in line
+    assert "set `max_steps`" in line

@@ -1,0 +1,116 @@
+"""Check arguments against their annotations: one line that names the argument."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from math import isfinite
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["as_dataclass", "check_fields", "checked"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_WORDS: dict[Any, str] = {
+    NoneType: "None",
+    bool: "True or False",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string, not empty",
+}
+
+
+def checked(init: Callable[P, None]) -> Callable[P, None]:
+    """Refuse arguments of a constructor that do not fit their annotation.
+
+    Numbers must be finite, and strings, lists and dicts not empty.
+
+    >>> class Every:
+    ...     @checked
+    ...     def __init__(self, n_steps: int = 1) -> None: ...
+    >>> Every(n_steps=2.5)
+    Traceback (most recent call last):
+    ...
+    ValueError: `n_steps` must be an integer, got 2.5.
+    """
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> None:
+        _check(init, signature.bind(*args, **kwargs).arguments)
+        init(*args, **kwargs)
+
+    return checking
+
+
+def check_fields(instance: Any) -> None:
+    """Refuse fields of a dataclass that do not fit their annotation."""
+    _check(type(instance), vars(instance))
+
+
+def as_dataclass(name: str, value: Any, kind: type[T]) -> T:
+    """Return a dataclass, from itself or from its fields as plain values."""
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind(**value)
+    except TypeError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+        raise ValueError(f"`{name}` takes {known}, got {', '.join(map(str, value))}.") from error
+
+
+def _check(annotated: Any, values: Mapping[str, Any]) -> None:
+    hints = _hints(annotated)
+    for name, value in values.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise ValueError(f"`{name}` must be {_words(hints[name])}, got {value!r}.")
+
+
+@cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return any(type(value) is type(one) and value == one for one in inner)
+    if kind is list:
+        items = value if isinstance(value, list | tuple) else ()
+        return bool(items) and all(_fits(item, inner[0]) for item in items)
+    if kind is dict:
+        pairs = value.items() if isinstance(value, dict) else ()
+        return bool(pairs) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in pairs)
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if dataclasses.is_dataclass(hint):  # or its fields as plain values, as in a config
+        return isinstance(value, dict | hint)
+    if hint is str:
+        return isinstance(value, str) and bool(value)
+    return hint not in _WORDS or isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    """Return what an annotation asks for, in words."""
+    *most, last = _alternatives(hint)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _alternatives(hint: Any) -> list[str]:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return [words for one in inner for words in _alternatives(one)]
+    if kind is Literal:
+        return [str(one) for one in inner]
+    if kind is list:
+        return [f"a list, not empty, each {_words(inner[0])}"]
+    if kind is dict:
+        return [f"a dict by name, not empty, each {_words(inner[1])}"]
+    return [_WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")]

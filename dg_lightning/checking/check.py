@@ -1,0 +1,103 @@
+"""Check a training by a few steps of it."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from dg_lightning.study.quiet import quietly
+from dg_lightning.training.loaders import loader_generators
+
+from .copies import Copies, hasten
+from .findings import add_cost, add_findings, add_pickling
+from .probe import Observed, run_steps
+from .ranks import check_ranks
+from .report import Report
+from .resume import compare_resumed
+
+__all__ = ["check"]
+
+
+def check(
+    model: pl.LightningModule,
+    datamodule: Any,
+    callbacks: Sequence[Any] = (),
+    *,
+    ranks: int = 1,
+    **trainer: Any,
+) -> Report:
+    """Make a few steps of a training, and say whether it will do what it is meant to do.
+
+    The steps are made on copies of model and callbacks, with the real data; callbacks act at once
+    rather than when their schedules say. Nothing is saved; callbacks that save checkpoints or print
+    are left out.
+
+    Args:
+        model: Any LightningModule.
+        datamodule: Its data: a LightningDataModule, or whatever `Trainer.fit` takes as loaders.
+        callbacks: The callbacks of its Trainer.
+        ranks: With 2, the steps are also made by two processes on the CPU, which must agree.
+        **trainer: Other arguments of the Trainer: `max_epochs`, `precision`, ...
+
+    >>> from dg_lightning import GatedClassifier
+    >>> from dg_lightning.callbacks import GatePenalty
+    >>> from dg_lightning.datamodules import DigitsDataModule
+    >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [8], "gate": {"kind": "static"}}}
+    >>> model = GatedClassifier(net, input_shape=[1, 8, 8], num_classes=10)
+    >>> check(model, DigitsDataModule(), [GatePenalty(0.1)], max_epochs=2).ok
+    True
+    """
+    report, seen = Report(), Observed()
+    with ExitStack() as stack:
+        _leave_no_traces(stack, datamodule)
+        saved = Path(stack.enter_context(tempfile.TemporaryDirectory()), "check.ckpt")
+        try:
+            copies = Copies(model, callbacks)
+        except Exception as error:  # of somebody's class
+            report.add("ERROR", "copies", f"Model and callbacks cannot be copied: {_line(error)}.")
+            return report
+        hasten(copies.callbacks)
+        try:
+            run_steps(copies, datamodule, trainer, seen, saved)
+        except Exception as error:  # whatever it is, it would have stopped the training
+            report.add("ERROR", "training", f"It stops: {_line(error)}")
+        if seen.clock is not None:
+            add_findings(report, callbacks, copies, seen)
+        if seen.batches == 0 and report.ok:
+            report.add("ERROR", "training", "There is no batch: `limit_train_batches`, or no data.")
+        elif saved.exists():
+            report.findings.append(compare_resumed(model, datamodule, callbacks, trainer, saved))
+            add_pickling(report, copies.callbacks)
+            if report.ok:
+                add_cost(report, model, datamodule, callbacks, trainer)
+        if ranks > 1 and seen.batches:
+            if isinstance(datamodule, pl.LightningDataModule):
+                datamodule.trainer = None  # which cannot be sent to processes
+            report.findings.append(check_ranks(model, datamodule, callbacks, trainer))
+    return report
+
+
+def _leave_no_traces(stack: ExitStack, data: Any) -> None:
+    """Let all that steps change be as it was, at the end of a stack."""
+    for context in (isolate_rng(), quietly(), warnings.catch_warnings()):
+        stack.enter_context(context)
+    warnings.simplefilter("ignore")
+    if isinstance(data, pl.LightningDataModule):
+        stack.callback(setattr, data, "trainer", data.trainer)
+    else:
+        for generator in loader_generators(data):
+            stack.callback(generator.set_state, generator.get_state())
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    stack.callback(os.environ.update, dict(os.environ))
+    stack.callback(os.environ.clear)  # before that: what is left is done in reverse
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

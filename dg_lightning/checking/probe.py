@@ -1,0 +1,243 @@
+"""A few steps of a training, observed from before and from behind all other callbacks."""
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.gates import gate_layers, shared_state
+from dg_lightning.schedules import Clock
+
+from .copies import Copies, is_ours, own_settings, targets
+
+__all__ = ["Observed", "run_steps"]
+
+_FEWEST_BATCHES, _MOST_BATCHES, _STEPS = 8, 40, 4
+
+
+@dataclass
+class Observed:
+    """What a few steps have shown."""
+
+    batches: int = 0
+    steps: int = 0
+    optimizers: int = 1
+    optimizer_steps: int = 0  # counted by the optimizers themselves
+    backward_passes: int = 0  # that Lightning knows of
+    clock: Clock | None = None
+    gates: dict[str, Any] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
+    untrained: list[str] = field(default_factory=list)  # gates that no optimizer holds
+    dead: dict[str, list[str]] = field(default_factory=dict)  # by callback: not in the module
+    # Norms of gradients by gate: of the loss, and of the penalties.
+    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+    no_gradients: str | None = None  # why they could not be measured
+    not_zero: dict[str, int] = field(default_factory=dict)  # by layer: the first such step
+    whole_net: WholeNet | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds_per_batch(self) -> float:
+        """The median, without the first two batches."""
+        return median(self.seconds[2:] or self.seconds or [math.nan])
+
+
+class Before(pl.Callback):
+    """Comes before all other callbacks."""
+
+    def __init__(self, seen: Observed) -> None:
+        self.seen = seen
+        self.loss_gradients: list[Tensor | None] = []
+        self._count: CountWholeNet | None = None
+        self._samples = 0
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.seen.batches == 0:
+            try:
+                self._samples = extract_batch_size(batch)
+            except Exception:  # a batch of somebody's own class: MACs a sample are not known
+                return
+            self._count = CountWholeNet(pl_module)
+            self._count.__enter__()
+
+    def stop_counting(self) -> None:
+        """Stop counting products: the forward pass is over."""
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+            self.seen.whole_net = self._count.result(self._samples)
+            self._count = None
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        self.stop_counting()
+        self.seen.backward_passes += 1
+        for gate in self.seen.gates.values():
+            shared_state(trainer, gate).phase_factor = 1.0  # not the first phase, without penalty
+        self.loss_gradients = gradients_of(loss, self.seen)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.stop_counting()
+
+
+def gate_parameters(seen: Observed) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of gates, with the name of their gate."""
+    gates = [(n, gate) for n, gate in seen.gates.items() if isinstance(gate, nn.Module)]
+    return [(name, p) for name, gate in gates for p in gate.parameters() if p.requires_grad]
+
+
+def gradients_of(loss: Tensor, seen: Observed) -> list[Tensor | None]:
+    """Return the gradients of a loss at the parameters of gates, in the first batch."""
+    parameters = [parameter for _, parameter in gate_parameters(seen)]
+    if not parameters or seen.batches or seen.no_gradients or loss.grad_fn is None:
+        return []
+    try:
+        found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:  # as of checkpoint(use_reentrant=True), or compiled code
+        seen.no_gradients = str(error).partition("\n")[0]
+        return []
+    return list(found)
+
+
+class Behind(pl.Callback):
+    """Comes behind all other callbacks."""
+
+    def __init__(self, seen: Observed, before: Before) -> None:
+        self.seen = seen
+        self.before = before
+        self._sparse: list[Any] = []
+        self._module: Any = None
+        self._watched: list[Any] = []
+        self._depth = 0
+        self._started = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        seen = self.seen
+        ours = [callback for callback in trainer.callbacks if is_ours(callback)]  # type: ignore[attr-defined]
+        seen.clock = Clock.from_trainer(trainer)
+        seen.gates = dict(gate_layers(pl_module, required=False))
+        seen.optimizers = len(trainer.optimizers)
+        held = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
+        unheld = [name for name, p in gate_parameters(seen) if id(p) not in held]
+        seen.untrained = list(dict.fromkeys(unheld))
+        live = set(pl_module.modules())
+        for callback in ours:
+            gone = [name for name, module in targets(callback).items() if module not in live]
+            if gone:
+                seen.dead[type(callback).__name__] = gone
+        self._sparse = [callback for callback in ours if hasattr(callback, "connections")]
+        self._module = pl_module
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(self._begin_step)
+            optimizer.register_step_post_hook(self._end_step)
+
+    def _begin_step(self, *_: Any) -> None:
+        self._depth += 1  # a step may call that of its parent class
+
+    def _end_step(self, *_: Any) -> None:
+        self._depth -= 1
+        self.seen.optimizer_steps += self._depth == 0
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
+        if optimizer not in self._watched:  # now, so that it comes behind the hooks of others
+            self._watched.append(optimizer)
+            optimizer.register_step_post_hook(self._look_at_weights)
+
+    @torch.no_grad()
+    def _look_at_weights(self, *_: Any) -> None:
+        """Look at the weights that the forward pass uses."""
+        live = {id(module) for module in self._module.modules()}
+        for callback in self._sparse:
+            for name, sparse in callback.connections.items():
+                weight, holes = sparse.layer.weight, ~sparse.mask
+                holds = weight.shape == holes.shape and bool((weight[holes] == 0).all())
+                if not holds or id(sparse.layer) not in live:
+                    self.seen.not_zero.setdefault(name, self.seen.optimizer_steps)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._recorded = {name: gate.probability for name, gate in self.seen.gates.items()}
+        self._started = time.perf_counter()
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        together = gradients_of(loss, self.seen)
+        for (name, _), total, own in zip(
+            gate_parameters(self.seen), together, self.before.loss_gradients, strict=False
+        ):
+            zero = torch.zeros(())
+            own = zero if own is None else own
+            added = (zero if total is None else total) - own
+            old = self.seen.gradients.get(name, (0.0, 0.0))
+            norms = (float(own.norm()) / scale, float(added.norm()) / scale)
+            self.seen.gradients[name] = (math.hypot(old[0], norms[0]), math.hypot(old[1], norms[1]))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        seen = self.seen
+        self.before.stop_counting()
+        seen.seconds.append(time.perf_counter() - self._started)
+        gates = seen.gates.items()
+        seen.ran |= {name for name, g in gates if g.probability is not self._recorded[name]}
+        seen.batches += 1
+        seen.steps = trainer.global_step
+        enough = seen.batches >= _FEWEST_BATCHES and seen.steps >= _STEPS * seen.optimizers
+        if enough or seen.batches >= _MOST_BATCHES:
+            trainer.should_stop = True
+
+
+def run_steps(
+    copies: Copies,
+    data: Any,
+    arguments: dict[str, Any],
+    seen: Observed,
+    save: Path | None = None,
+) -> None:
+    """Make a few steps; files go to a folder that is removed.
+
+    Args:
+        copies: The model and its callbacks.
+        data: A DataModule or a loader.
+        arguments: Arguments of the Trainer.
+        seen: What is observed.
+        save: Where a checkpoint of the end is saved.
+    """
+    before = Before(seen)
+    with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
+        trainer = pl.Trainer(
+            **own_settings(arguments, folder),
+            callbacks=[before, *copies.callbacks, Behind(seen, before)],
+            devices=1,
+        )
+        trainer.fit(copies.model, data)
+        if save is not None:
+            trainer.save_checkpoint(save)
