@@ -45,7 +45,7 @@ class Switch(pl.Callback):
         self.times = StepTimes("dense", INTERVAL, stretch)
         self.now: str | None = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         """Record the step time and decide whether RigL is active in the next step."""
         if self.now is not None:
             self.times.end(self.now)
@@ -54,6 +54,8 @@ class Switch(pl.Callback):
         before, self.now = self.now, next(self.turns, None)
         trainer.should_stop = self.now is None
         trainer.callbacks = [self.rigl, self] if self.now == "RigL" else [self]  # type: ignore[attr-defined]
+        if self.now == "dense":
+            self.rigl.teardown(trainer, pl_module, "fit")  # its hook on the optimizer too
         for c in self.rigl.connections.values():
             # Zero what grew in the dense steps: zeros can affect the time on a CPU, not on a GPU.
             if self.stretch == INTERVAL and self.now == "RigL" and before == "dense":

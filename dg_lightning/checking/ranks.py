@@ -1,8 +1,10 @@
 """Whether two processes agree after every step."""
 
 import json
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ def check_ranks(
         process_group_backend="gloo",
         timeout=_PATIENCE,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _stdout_is_stderr():
         path = Path(folder, "ranks.json")
         own, copies = own_settings(arguments, folder), Copies(model, callbacks)
         hasten(copies.callbacks)
@@ -81,6 +83,18 @@ def check_ranks(
         where = ", ".join(f"{name} (batch {batch})" for name, batch in different.items())
         return Finding("ERROR", what, f"Their weights are different: {where}.")
     return Finding("OK", what, f"They have the same weights after each of {batches} batches.")
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """Send to stderr what gloo and other processes write to stdout, which is for the report."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _last_line(error: Exception) -> str:

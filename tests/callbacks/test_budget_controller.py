@@ -4,6 +4,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from dg_lightning import GatedClassifier, gate_layers
 from dg_lightning.callbacks import BudgetController, GatePenalty
@@ -129,3 +130,21 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             BudgetController(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("epochs", [5, 10])
+@pytest.mark.filterwarnings("ignore:.*Swapping scheduler")
+def test_the_average_of_swa_uses_what_was_reached(epochs: int, first: bool, tmp_path: Path) -> None:
+    """It averages from before the landing on, when all gates were open."""
+    controller = BudgetController(0.4)
+    swa = StochasticWeightAveraging(swa_lrs=0.02)
+    both: list[Any] = [swa, controller] if first else [controller, swa]
+    model, trainer = fitted(both, tmp_path, epochs=epochs)
+    trainer.validate(model, DigitsDataModule(batch_size=64), verbose=False)
+    assert model.compute_report is not None
+    share = model.compute_report.macs / model.compute_report.macs_dense
+    assert controller.landed
+    assert share == pytest.approx(controller.reached[""], abs=1e-6)
+    assert share <= 0.4

@@ -247,3 +247,30 @@ def test_cpu_and_cuda_agree(kind: Any, policy: Any) -> None:
         assert torch.equal(one, other)
     for one, other in zip(grads, grads_cuda, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("gated", [("linear1",), ("linear2",), ("linear1", "linear2")])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_torchs_fused_transformer_goes_through_the_gates(
+    kind: Any, gated: tuple[str, ...], padded: bool
+) -> None:
+    """In evaluation torch multiplies with the weights of plain layers itself."""
+    layer: Any = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    for name, sizes in (("linear1", (16, 32)), ("linear2", (32, 16))):
+        if name in gated:
+            setattr(layer, name, GatedLinear(*sizes, gate={"kind": kind}))
+    encoder = nn.TransformerEncoder(layer, 2)
+    for parameter in encoder.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, padding = torch.randn(3, 5, 16), None
+    if padded:
+        padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    expected = encoder.train()(x, src_key_padding_mask=padding)
+    encoder.eval()
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            found = encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(found, expected)
+    opened = [gate.gate.mean() for gate in gate_layers(encoder).values()]  # type: ignore[union-attr]
+    assert any(0.1 < rate < 0.9 for rate in opened)  # the gates did matter
