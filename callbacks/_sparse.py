@@ -153,8 +153,7 @@ class Sparse(pl.Callback):
         if self._seed is None:  # a resumed run goes on with its own
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
-        saved, given = self._saved, self._given
-        self._saved = self._given = None
+        saved, given, self._saved, self._given = self._saved, self._given, None, None
         now = {n: (id(x), id(x.weight)) for n, x in self._layers.items()}
         same = now == {n: (id(c.layer), id(c.weight)) for n, c in self.connections.items()}
         self._is_new = saved is None and not same
@@ -183,7 +182,7 @@ class Sparse(pl.Callback):
         return sample_masks(self._layers, wanted, self.structure, seed)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if self._saved is not None:  # loaded late, as by a search for a learning rate
             self._connect(trainer, pl_module)
         if self._is_new and trainer.global_step > 0:
@@ -192,7 +191,7 @@ class Sparse(pl.Callback):
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
         refuse_uncounted_steps(self, trainer, pl_module)
-        if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:
             rank_zero_warn(warning)
         if trainer.global_step == 0:
             self.reset()
@@ -246,8 +245,9 @@ class Sparse(pl.Callback):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        live = set(pl_module.modules())
         for layer in self.connections.values():
-            layer.refuse_if_replaced(set(pl_module.modules()))
+            layer.refuse_if_replaced(live)
 
     def _skip(self, due: list[SparseLayer]) -> None:
         """Skip a change, until the next one is due."""

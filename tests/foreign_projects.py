@@ -1,4 +1,4 @@
-"""Five projects that were not written for a check."""
+"""Five projects that were not written for a check, and what it finds in them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, StaticGate
+from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, StaticGate, check
 from dg_lightning.callbacks import (
     SET,
     BudgetController,
@@ -140,3 +140,34 @@ PROJECTS: dict[str, Any] = {
     ),
     "ours": lambda: (ours(), vectors(), [BudgetController(0.5), TemperatureAnnealing()]),
 }  # fmt: skip
+
+
+class ByHand(Late):
+    raw_step = raw_backward = False
+    every = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss: Tensor = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.raw_backward:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        if (batch_idx + 1) % self.every == 0:
+            optimizer: Any = self.optimizers(use_pl_optimizer=not self.raw_step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+STEPS: dict[str, Any] = {"max_epochs": 20, "accelerator": "cpu"}
+
+
+def errors(model: Any, callbacks: Any, data: Any = None, **arguments: Any) -> dict[str, str]:
+    """Return the errors that a check finds, by what was looked at."""
+    report = check(model, vectors() if data is None else data, callbacks, **{**STEPS, **arguments})
+    found = {f.what: f.found for f in report.findings if f.status == "ERROR"}
+    assert report.ok == (not found)
+    return found

@@ -15,23 +15,17 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
+from dg_lightning.callbacks import SET, BudgetController, GatePenalty, MagnitudePruning, RigL
 from dg_lightning.schedules import Schedule
 
 __all__ = ["Copies", "hasten", "is_ours", "own_settings", "taking_part", "targets"]
 
-_OF_A_RUN = {  # settings of a Trainer that a check has its own for
-    *("barebones", "callbacks", "default_root_dir", "devices", "enable_checkpointing"),
-    *("enable_model_summary", "enable_progress_bar", "fast_dev_run", "limit_val_batches"),
-    *(
-        "logger",
-        "min_epochs",
-        "min_steps",
-        "num_nodes",
-        "num_sanity_val_steps",
-        "profiler",
-        "strategy",
-    ),
-}
+# Settings of a Trainer that a check has its own for.
+_OF_A_RUN = frozenset({
+    "barebones", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
+    "enable_model_summary", "enable_progress_bar", "fast_dev_run", "limit_val_batches", "logger",
+    "min_epochs", "min_steps", "num_nodes", "num_sanity_val_steps", "profiler", "strategy",
+})  # fmt: skip
 _LEFT_OUT = (BatchSizeFinder, Checkpoint, LearningRateFinder, ModelSummary, ProgressBar)
 
 
@@ -56,15 +50,15 @@ def taking_part(callbacks: Sequence[Any]) -> list[Any]:
 
 def hasten(callbacks: Sequence[Any]) -> None:
     """Let callbacks act within the first steps."""
-    for callback in filter(is_ours, callbacks):
-        if isinstance(getattr(callback, "weight", None), Schedule):
+    for callback in callbacks:
+        if isinstance(callback, GatePenalty):
             most = max(callback.weight.start, callback.weight.end)
             callback.weight = Schedule(most, most)
-        if hasattr(callback, "budget"):
+        elif isinstance(callback, BudgetController):
             callback.begin = 0
-        if getattr(callback, "scope", None) is not None:  # MagnitudePruning
+        elif isinstance(callback, MagnitudePruning):
             callback.begin, callback.until = 1, None
-        if getattr(callback, "connections", None) is not None and callback.schedule is not None:
+        elif isinstance(callback, RigL | SET):
             callback.schedule = replace(callback.schedule, every_n_steps=2)
 
 

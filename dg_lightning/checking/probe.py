@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from typing_extensions import override
@@ -68,7 +69,7 @@ class Before(pl.Callback):
         if self.seen.batches == 0:
             try:
                 self._samples = extract_batch_size(batch)
-            except Exception:  # a batch of somebody's own class: MACs a sample are not known
+            except MisconfigurationException:  # a batch of somebody's own class
                 return
             self._count = CountWholeNet(pl_module)
             self._count.__enter__()
