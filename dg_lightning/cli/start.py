@@ -43,10 +43,9 @@ def main(args: Sequence[str] | None = None) -> None:
         run(given)
     except SystemExit as stop:
         # Lightning exits with another status when training is interrupted.
-        if isinstance(stop.__context__, KeyboardInterrupt) and given[0] == "fit":
-            sys.stderr.write(
-                "dg-lightning: interrupted; `fit --ckpt_path last` resumes from here.\n"
-            )
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            hint = "; `fit --ckpt_path last` resumes from here" if given[0] == "fit" else ""
+            sys.stderr.write(f"dg-lightning: interrupted{hint}.\n")
             raise SystemExit(_INTERRUPTED) from None
         raise
     except BrokenPipeError:  # the reader closed the pipe, as `head` does

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,20 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         main(["check", *SMALL, "--ranks=3"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("`ranks` must be 1 or 2, got 3.")
+
+
+def test_ctrl_c_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dg_lightning.checking.probe.Before.on_train_batch_start", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        main(["check", *SMALL])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.endswith("dg-lightning: interrupted.\n")
+    assert not list(Path().iterdir())
 
 
 @pytest.mark.slow
