@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "CropFlip",
     "Draws",
     "Normalize",
+    "PaddingMode",
     "Part",
     "Rows",
     "grouped_split",
@@ -24,6 +25,7 @@ __all__ = [
 Batch = tuple[Tensor, Tensor]
 Indices = NDArray[np.int64]
 Draws = dict[str, NDArray[Any]]
+PaddingMode: TypeAlias = Literal["reflect", "constant"]
 
 
 class Rows(Protocol):
@@ -109,13 +111,21 @@ class Normalize:
 class CropFlip:
     """Shift images by up to `padding` pixels and flip them with probability 1/2.
 
-    Equivalent to torchvision's `RandomCrop(size, padding)` and `RandomHorizontalFlip()`, but for a
-    whole batch of uint8 images at once.
+    Equivalent to torchvision's `RandomCrop(size, padding, padding_mode=...)` and
+    `RandomHorizontalFlip()`, but for a whole batch of uint8 images at once.
+
+    Args:
+        padding: The largest shift.
+        flip: Whether to flip.
+        padding_mode: `reflect` mirrors the image at its border, `constant` pads with black.
     """
 
-    def __init__(self, padding: int, flip: bool = True) -> None:
+    def __init__(
+        self, padding: int, flip: bool = True, padding_mode: PaddingMode = "reflect"
+    ) -> None:
         self.padding = padding
         self.flip = flip
+        self.padding_mode: PaddingMode = padding_mode
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
         """Sample the crop position and the flip of every image."""
@@ -128,11 +138,10 @@ class CropFlip:
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
         """Crop and flip a batch (samples, channels, height, width)."""
         images, flip, around = inputs.numpy(), draws["flip"], 2 * self.padding
-        samples, channels, height, width = images.shape
-        padded = np.zeros((samples, channels, height + around, width + around), images.dtype)
-        inside = padded[:, :, self.padding :, self.padding :][:, :, :height, :width]
-        inside[~flip] = images[~flip]
-        inside[flip] = images[flip][..., ::-1]
+        samples, _, height, width = images.shape
+        edge = (self.padding, self.padding)
+        padded = np.pad(images, ((0, 0), (0, 0), edge, edge), self.padding_mode)
+        padded[flip] = padded[flip][..., ::-1]
         # Flipping precedes the crop here, so the crop position is mirrored too.
         left = np.where(flip, around - draws["left"], draws["left"])
         crops = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))

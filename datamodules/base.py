@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -20,6 +20,8 @@ from ._prepared import PreparedData
 from ._tables import Save, Tables, cached_tables, tables_in_memory
 
 __all__ = ["BaseDataModule", "check_choice"]
+
+Choice = TypeVar("Choice", bound=str)
 
 
 class BaseDataModule(PreparedData):
@@ -280,7 +282,7 @@ class BaseDataModule(PreparedData):
         return progress.processed, progress.completed
 
 
-def check_choice(name: str, value: str, *choices: str) -> str:
+def check_choice(name: str, value: Choice, *choices: str) -> Choice:
     """Return the value of a setting, or raise ValueError if it is not one of the choices."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")

@@ -4,7 +4,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ._files import Download, check_digest
 from ._images import split_images
-from ._part import CropFlip, Normalize, Part
+from ._part import CropFlip, Normalize, PaddingMode, Part
 from ._tables import Save, Tables
 from .base import BaseDataModule, check_choice
 
@@ -45,6 +45,8 @@ class CIFAR10DataModule(BaseDataModule):
         eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
         val_share: Share of the training images held out for validation.
         augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them.
+        padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
+            `constant` black, as published. GateNets learn to see a black border.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -76,11 +78,13 @@ class CIFAR10DataModule(BaseDataModule):
         eval_batch_size: int | None = None,
         val_share: float = 0.1,
         augment: Literal["crop_flip", "none"] = "crop_flip",
+        padding_mode: PaddingMode = "reflect",
         **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
         self.augment = check_choice("augment", augment, "crop_flip", "none")
+        self.padding_mode = check_choice("padding_mode", padding_mode, *get_args(PaddingMode))
 
     @override
     def sources(self) -> Sequence[Path]:
@@ -97,7 +101,8 @@ class CIFAR10DataModule(BaseDataModule):
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-        augmentation = CropFlip(4) if self.augment == "crop_flip" else None
+        crop = CropFlip(4, padding_mode=self.padding_mode)
+        augmentation = crop if self.augment == "crop_flip" else None
         return split_images(
             tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
         )

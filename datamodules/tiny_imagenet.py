@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from typing_extensions import override
 from ._decode import list_files, read_chunks
 from ._files import Download
 from ._images import split_images
-from ._part import CropFlip, Normalize, Part
+from ._part import CropFlip, Normalize, PaddingMode, Part
 from ._tables import Save, Tables
 from .base import BaseDataModule, check_choice
 
@@ -23,7 +23,7 @@ _STATISTICS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "tiny_imagenet": ((0.480, 0.448, 0.398), (0.277, 0.269, 0.282)),
 }
-_AUGMENTATIONS = {"crop_flip": CropFlip(4), "flip": CropFlip(0), "none": None}
+_SHIFTS = {"crop_flip": 4, "flip": 0, "none": None}  # pixels
 
 
 class TinyImageNetDataModule(BaseDataModule):
@@ -45,6 +45,8 @@ class TinyImageNetDataModule(BaseDataModule):
         val_share: Share of the training images held out for validation.
         augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them; `flip`
             only flips.
+        padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
+            `constant` black, as published. GateNets learn to see a black border.
         statistics: Dataset whose mean and standard deviation normalise the images: ImageNet or
             Tiny ImageNet itself.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
@@ -67,12 +69,14 @@ class TinyImageNetDataModule(BaseDataModule):
         eval_batch_size: int | None = 256,
         val_share: float = 0.1,
         augment: Literal["crop_flip", "flip", "none"] = "crop_flip",
+        padding_mode: PaddingMode = "reflect",
         statistics: Literal["imagenet", "tiny_imagenet"] = "imagenet",
         **options: Any,
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         self.val_share = val_share
-        self.augment = check_choice("augment", augment, *_AUGMENTATIONS)
+        self.augment = check_choice("augment", augment, *_SHIFTS)
+        self.padding_mode = check_choice("padding_mode", padding_mode, *get_args(PaddingMode))
         self.statistics = check_choice("statistics", statistics, *_STATISTICS)
         self.folder = self.root / "tiny-imagenet-200"
 
@@ -125,7 +129,8 @@ class TinyImageNetDataModule(BaseDataModule):
     @override
     def split(self, tables: Tables) -> dict[str, Part]:
         normalize = Normalize(*_STATISTICS[self.statistics])
-        augmentation = _AUGMENTATIONS[self.augment]
+        shift = _SHIFTS[self.augment]
+        augmentation = None if shift is None else CropFlip(shift, padding_mode=self.padding_mode)
         return split_images(
             tables, self.class_names, self.val_share, self.split_seed, normalize, augmentation
         )

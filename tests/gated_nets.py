@@ -42,6 +42,7 @@ def feed_forward(
     dtype: torch.dtype = torch.float64,
     bias: bool = True,
     device: str = "cpu",
+    scaled: bool = False,
 ) -> FeedForward:
     """Make a gated feed-forward with random weights."""
     made: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
@@ -49,7 +50,7 @@ def feed_forward(
         nn.Linear(inputs, blocks * block, **made),
         nn.Linear(blocks * block, outputs, **made),
     )
-    return FeedForward.of(first, activation, second, block)
+    return FeedForward.of(first, activation, second, block, scaled)
 
 
 def random_gate(

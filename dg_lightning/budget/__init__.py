@@ -14,6 +14,7 @@ from .penalty import (
     usage_term,
     without_a_price,
 )
+from .regulator import Regulator
 
 __all__ = [
     "FrozenGates",
@@ -22,6 +23,7 @@ __all__ = [
     "MacsPrices",
     "Measure",
     "Multiplier",
+    "Regulator",
     "Usage",
     "gate_budgets",
     "mean_rate",

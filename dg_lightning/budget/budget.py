@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.budget.penalty import MacsPrices, mean_rates, without_a_price
+from dg_lightning.budget.penalty import MacsPrices, without_a_price
 from dg_lightning.compute.macs import LinearMap, decision_macs, executed_macs, linear_maps
 from dg_lightning.gates.deployment import deployed_gate, floor_of, logit
 from dg_lightning.gates.protocol import GateLike, gate_layers
@@ -21,13 +21,11 @@ Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MOST_CANDIDATES = 4096
 _FAR = 0.5  # of the target
-_MISSED = 0.05  # of the budget: further off, a landing has failed
-_WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 
 
 @contextmanager
 def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> Iterator[None]:
-    """Replace the gates of the last forward pass by the deployed ones."""
+    """Replace the gates of the last forward pass by the deployed ones, with shifted ``z / τ``."""
     before = [gate.gate for gate in gates]
     for gate in gates:
         gate.gate = deployed_gate(gate, shifts.get(gate, 0.0)).float()
@@ -70,26 +68,23 @@ class GateBudget:
 
     @torch.no_grad()
     def used(self, shift: float = 0.0) -> Tensor:
-        """Return the share that the last forward pass used: 0-d, on the gates' device."""
+        """Return the share that the last forward pass used: 0-d, on the gates' device.
+
+        `shift` asks what would have been used with shifted gates, see `shift`.
+        """
         gates = list(self.gates.values())
         concerned = gates if self.measure == "open_rate" else self.all_gates
-        with _deployed(concerned, dict.fromkeys(gates, shift)):
+        with _deployed(concerned, self._shifts(shift)):
             if self.measure == "open_rate":
                 opened = [_row_mean(gate.gate.sum(-1)) * gate.block_size for gate in gates]  # type: ignore[union-attr]
                 return torch.stack(opened).sum() / sum(gate.units for gate in gates)
-            device = gates[0].threshold.device
+            device = self.device
             counts = [executed_macs(m) for m in self.maps]
             counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
             # Counts that no gate changes are known on the host.
             known = sum(float(count) for count in counts if count.device != device)
             means = [_row_mean(count) for count in counts if count.device == device]
             return (torch.stack(means).sum() + known) / self.macs_dense
-
-    @torch.no_grad()
-    def measured(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the share that was used, the mean p of each gate, and the share they predict."""
-        used, rates = self.used(), mean_rates(self.gates)
-        return used, rates, self.usage(rates)
 
     def _deciding(self) -> list[GateLike]:
         """Return the gates whose decisions are part of the MACs."""
@@ -116,6 +111,25 @@ class GateBudget:
             total += int(gate.decision_macs(inputs))
         return total / self.macs_dense
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the gates."""
+        return next(iter(self.gates.values())).threshold.device
+
+    @property
+    def grain(self) -> float:
+        """The share of the dearest block: a static net cannot meet its budget more exactly."""
+        total = self.macs_dense
+        if self.measure == "open_rate":
+            total = sum(gate.units for gate in self.gates.values())
+        return max(self._price(gate) for gate in self.gates.values()) / total
+
+    @property
+    def depends_on_input(self) -> bool:
+        """Whether other inputs may use another share."""
+        gates = self.all_gates if self.measure == "macs" else self.gates.values()
+        return any(gate.input_dependent for gate in gates)
+
     def refuse_if_impossible(self, name: str) -> None:
         """Raise if gates at their floors use more than the budget."""
         if (least := self.least()) > self.budget:
@@ -125,19 +139,6 @@ class GateBudget:
                 f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
                 "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
             )
-
-    def outcome(self, name: str, used: float, landed: bool) -> tuple[str, bool]:
-        """Return in words what was used when training ended, and whether the budget was missed."""
-        what = f"{_WORDS[self.measure]}{f' of {name}' if name else ''}"
-        state = "landed" if landed else "training ended before the landing"
-        line = f"{used:.2%} {what} for a budget of {self.budget:.2%} ({state})."
-        missed = landed and abs(used / self.budget - 1) > _MISSED
-        if missed:
-            line += (
-                " Many units have the same p and open together, or other gates use more than is "
-                "left: press longer (`begin`, `landing`), or raise the gates' learning rate."
-            )
-        return line, missed
 
     def usage(self, rates: Tensor) -> Tensor:
         """Return the usage that is penalised, from the mean p of each gate."""
@@ -149,14 +150,14 @@ class GateBudget:
 
     @torch.no_grad()
     def shift_for(self, target: float) -> float:
-        """Return the shift of every ``z / τ`` with which at most `target` is used.
+        """Return the shift, see `shift`, with which at most `target` is used.
 
-        An equal shift keeps the learned order in which units open. 0 if nothing has to change.
+        0 if nothing has to change.
         """
         distances = [
-            logit(gate.threshold) - logit(gate.probability.flatten())
-            for gate in self.gates.values()
-            if gate.probability is not None
+            (logit(gate.threshold) - logit(gate.probability.flatten())) / price
+            for gate, price in self._shifts(1.0).items()
+            if gate.probability is not None and price > 0
         ]
         needed = torch.cat(distances).cpu().unique()  # the shift that opens each unit
         if len(needed) > _MOST_CANDIDATES:
@@ -178,9 +179,27 @@ class GateBudget:
         return 0.0 if impossible or self.used(chosen) == self.used() else chosen
 
     def shift(self, amount: float) -> None:
-        """Add to every ``z / τ``."""
-        for gate in self.gates.values():
-            gate.shift_bias(amount * float(gate.temperature))
+        """Add to every ``z / τ``: `amount` to those of the dearest units, less to cheaper ones.
+
+        Shifts are in proportion to what a unit costs, as the gradient of the penalty is. Within a
+        gate all are equal, so units open in the learned order.
+        """
+        for gate, by in self._shifts(amount).items():
+            gate.shift_bias(by * float(gate.temperature))
+
+    def _shifts(self, amount: float) -> dict[GateLike, float]:
+        """Return the shift of each gate's ``z / τ``."""
+        prices = {gate: self._price(gate) for gate in self.gates.values()}
+        highest = max(prices.values())
+        return {gate: amount * price / highest for gate, price in prices.items()}
+
+    def _price(self, gate: GateLike) -> float:
+        """Return what a block of a gate costs: its units, or their connections."""
+        if self.measure == "open_rate":
+            return float(gate.block_size)
+        ends = [(m, m.input_gate, m.output_gate if m.skips_rows else None) for m in self.maps]
+        connections = sum(m.connections for m, *gates in ends if gate in gates)
+        return connections * gate.block_size / gate.units
 
 
 def gate_budgets(

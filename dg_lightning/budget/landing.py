@@ -12,7 +12,8 @@ from dg_lightning.gates.protocol import GateLike
 __all__ = ["FrozenGates", "Landing"]
 
 _TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
-_MEASUREMENTS = 10  # that a correction is based on
+ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
+_LEAST = 1e-6  # share that something is at least taken to use
 
 
 class FrozenGates:
@@ -37,9 +38,10 @@ class FrozenGates:
 
 
 class Landing:
-    """Shifts frozen gates onto their budget, in one step if they are static.
+    """Shifts frozen gates onto their budget, a little with every measurement.
 
-    The usage of GateNets varies between batches, so they are corrected by several measurements.
+    Static gates then use it exactly. What GateNets use varies between batches and changes with the
+    features that they read, so they are corrected by the mean of several batches.
 
     Args:
         budget: The budget.
@@ -48,31 +50,51 @@ class Landing:
     def __init__(self, budget: GateBudget) -> None:
         self.budget = budget
         self.landed = False
+        self.start: float | None = None  # what was used when gates were frozen
         self.measurements = 0
         self.used = 0.0
 
-    def shift_after(self, used: Tensor) -> float:
-        """Add a measurement, and return the shift of every ``z / τ``, mostly 0."""
-        self.measurements += 1
-        self.used += (float(used) - self.used) / self.measurements
-        if self.landed:
-            settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
-            if settled or self.measurements < _MEASUREMENTS:
-                return 0.0
-        self.landed = True
-        return self.budget.shift_for(float(self.budget.used()) + self.budget.budget - self.used)
+    def approach(self, used: Tensor, progress: float) -> float:
+        """Return the shift of a measurement before the gates have landed.
+
+        Args:
+            used: The share that deployed gates use, as far as the last forward pass shows it.
+            progress: How much of the landing has passed, from 0 to 1.
+        """
+        self.used = float(used)
+        self.start = self.start or max(self.used, _LEAST)
+        self.landed = progress >= 1
+        target = self.start * (self.budget.budget / self.start) ** min(max(progress, 0.0), 1.0)
+        return self._shift_to(target)
+
+    def correct(self, used: Tensor, measurements: int = 1) -> float:
+        """Add measurements after the landing, and return the shift they ask for, mostly 0."""
+        self.measurements += measurements
+        self.used += (float(used) - self.used) * measurements / self.measurements
+        settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
+        if settled or self.measurements < ENOUGH_MEASUREMENTS:
+            return 0.0
+        return self._shift_to(self.budget.budget)
+
+    def _shift_to(self, target: float) -> float:
+        """Return the shift that brings the mean of the measurements to the target."""
+        here = float(self.budget.used())  # by the last pass, which differs from the mean
+        return self.budget.shift_for(target if self.used < _LEAST else here * target / self.used)
 
     def apply(self, shift: float) -> None:
         """Shift the gates, and restart the measurements."""
         if shift:
-            self.measurements, self.used = 0, float(self.budget.used(shift))
+            self.measurements = 0
+            before, after = float(self.budget.used()), float(self.budget.used(shift))
+            self.used = after if before < _LEAST else self.used * after / before
             self.budget.shift(shift)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {"landed": self.landed, "looks": self.measurements, "used": self.used}
+        kept = {"landed": self.landed, "looks": self.measurements, "used": self.used}
+        return kept if self.start is None else {**kept, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self.landed, self.used = state["landed"], state["used"]
-        self.measurements = state["looks"]
+        self.measurements, self.start = state["looks"], state.get("start")

@@ -34,7 +34,7 @@ class Multiplier:
         self.method = method
         self.initial = initial
         self.highest = highest
-        self.lowest = initial * 0.1
+        self.lowest = initial * 1e-3
         self.integral = integral
         self.proportional = proportional
         self.value = torch.tensor(initial)
@@ -47,17 +47,16 @@ class Multiplier:
         return self.value
 
     @torch.no_grad()
-    def update(self, used: Tensor, expected: Tensor, allowed: float) -> None:
+    def update(self, used: Tensor, allowed: float) -> None:
         """Raise λ where more was used than allowed, lower it where less.
 
-        Hard gates answer late and then all at once. What p lets expect runs ahead of them: where it
-        is low enough already, λ does not rise further.
+        While too much is used λ never falls, however fast the error does.
         """
         value, before = self.on(used.device), self.error
-        less = torch.minimum(used, expected.to(used.dtype)).clamp_min(1e-6)
-        error = torch.log(less / allowed).clamp(-0.5, 0.5).to(value.dtype)
+        error = torch.log(used.clamp_min(1e-6) / allowed).clamp(-0.5, 0.5).to(value.dtype)
         if self.method == "pi":
             step = self.integral * error + self.proportional * (error - before)
+            step = torch.where(error > 0, step.clamp_min(0), step)
             value = (value * step.exp()).clamp(self.lowest, self.highest)
         else:
             value = (value + self.integral * self.initial * error).clamp(0, self.highest)

@@ -4,13 +4,14 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import Any, Self, TypedDict, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from dg_lightning.gates.policies import (
+    HARD_POLICIES,
     Policy,
     hard_gate,
     logit_for,
@@ -34,6 +35,7 @@ class GateOptions(TypedDict, total=False):
     threshold: float
     initial_open_rate: float
     min_open: int | float
+    scale: Literal["probability"] | None
 
 
 class Gate(nn.Module, ABC):
@@ -56,6 +58,9 @@ class Gate(nn.Module, ABC):
         initial_open_rate: Initial p of every unit.
         min_open: Minimum number of open gates per sample, those with the largest p: an int is a
             count, a float a fraction.
+        scale: `probability` multiplies open units by their p, as routers of experts do: the loss
+            reaches p through open units only, so closed ones need not be computed to learn. None
+            multiplies them by 1, with a straight-through gradient for all.
         device: Device of the state.
     """
 
@@ -76,6 +81,7 @@ class Gate(nn.Module, ABC):
         threshold: float = 0.5,
         initial_open_rate: float = 0.8,
         min_open: int | float = 0,
+        scale: Literal["probability"] | None = None,
         device: Any = None,
     ) -> None:
         super().__init__()
@@ -91,6 +97,13 @@ class Gate(nn.Module, ABC):
             raise ValueError(f"`threshold` must be in [0, 1), got {threshold}.")
         if not 0 < initial_open_rate < 1:
             raise ValueError(f"`initial_open_rate` must be in (0, 1), got {initial_open_rate}.")
+        if scale not in ("probability", None):
+            raise ValueError(f"`scale` must be 'probability' or None, got {scale!r}.")
+        if scale is not None and policy not in HARD_POLICIES:
+            raise ValueError(
+                f"`scale` goes with a policy of {', '.join(HARD_POLICIES)}, got {policy!r}, which "
+                "scales units in training already."
+            )
         if k is None and initial_open_rate <= threshold:
             warnings.warn(
                 f"initial_open_rate {initial_open_rate} is not above threshold {threshold}: "
@@ -103,6 +116,7 @@ class Gate(nn.Module, ABC):
         self.policy = policy
         self.k = None if k is None else _count("k", k, self.blocks, least=1)
         self.initial_open_rate = initial_open_rate
+        self.scale = scale
         self.feeds = Feeds()
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
@@ -154,7 +168,7 @@ class Gate(nn.Module, ABC):
         return self.expand_blocks(self.decide(h))
 
     def decide(self, h: Tensor) -> Tensor:
-        """Return g, one entry per block, and store p and g."""
+        """Return what units are multiplied by, one entry per block, and store p and g."""
         device = h.device.type
         autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
@@ -162,7 +176,11 @@ class Gate(nn.Module, ABC):
             p = open_probability(z, self.policy)
             g = self._apply_policy(z, p, samples=h.shape[:-1])
         self.probability, self.gate = p, g
-        return g
+        return self.scaled(g, p)
+
+    def scaled(self, g: Tensor, p: Tensor) -> Tensor:
+        """Return what units are multiplied by: g, or g p if the gate scales."""
+        return g if self.scale is None else g.detach() * p
 
     def _apply_policy(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
         # Noisy policies sample once per input, even if all inputs share one p.
@@ -212,6 +230,7 @@ class Gate(nn.Module, ABC):
         text = f"units={self.units}, policy={self.policy}"
         text += "" if self.k is None else f", k={self.k}"
         text += "" if self.block_size == 1 else f", block_size={self.block_size}"
+        text += "" if self.scale is None else f", scale={self.scale}"
         return text if not self._floor else f"{text}, min_open={self._floor}"
 
 

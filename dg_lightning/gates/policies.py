@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "HARD_POLICIES",
     "Policy",
     "hard_gate",
     "logit_for",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
+HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # 0 or 1 in training too
 
 # Temperature of the concrete relaxations, and the interval to which hard-concrete stretches before
 # clipping (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0 Regularization",

@@ -27,7 +27,7 @@ class SharedState:
     phase_factor: float = 1.0  # ThresholdPhases
     penalty_active: bool | None = None  # GatePenalty, BudgetController: True once it acts
     controlled: bool = False  # BudgetController: it sets the open rate
-    frozen: bool = False  # BudgetController: landed, must not be changed
+    frozen: bool = False  # BudgetController: it lands or has landed, must not be changed
     temperature_offset: float = 0.0  # CollapseDetector
     threshold_offset: float = 0.0  # CollapseDetector
     rescue_factor: float = 1.0  # CollapseDetector

@@ -29,32 +29,40 @@ class OpenRates:
         gates = {m.linear: (m.output_gate, m.input_gate) for m in maps}
         self.gates = {linear: ends for linear, ends in gates.items() if ends != (None, None)}
         self._step: int | None = None
-        self._rates: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
+        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # of shares, over micro-batches
 
     @torch.no_grad()
     def add(self, step: int) -> None:
         """Add the last forward pass to a step; another step starts afresh."""
         if step != self._step:
-            self._step, self._rates = step, {linear: ([], []) for linear in self.gates}
+            self._step, self._sums = step, {}
         for linear, gates in self.gates.items():
-            for rates, gate in zip(self._rates[linear], gates, strict=True):
-                if gate is not None and gate.gate is not None:
-                    rates.append(_open_rate(gate))
+            outputs, inputs = (_is_open(gate) for gate in gates)
+            if outputs is not None or inputs is not None:
+                share, (total, count) = _share(outputs, inputs), self._sums.get(linear, (0.0, 0))
+                self._sums[linear] = (share + total, count + 1)
 
     def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
         """Return the share of samples with both ends open, ``(out, in)``; `mean` is over ranks."""
-        found: dict[nn.Module, Tensor] = {}
-        for linear, (outputs, inputs) in self._rates.items():
-            if outputs:
-                found[linear] = mean(torch.stack(outputs).mean(0)).unsqueeze(-1)
-            if inputs:
-                share = mean(torch.stack(inputs).mean(0))
-                found[linear] = found[linear] * share if outputs else share
-        return found
+        return {linear: mean(total / count) for linear, (total, count) in self._sums.items()}
 
 
-def _open_rate(gate: GateLike) -> Tensor:
-    assert gate.gate is not None
+def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    """Return the share of samples with both ends open, from ``(samples, units)`` of each."""
+    if outputs is None:
+        assert inputs is not None
+        return inputs.mean(0)
+    if inputs is None:
+        return outputs.mean(0).unsqueeze(-1)
+    if min(len(outputs), len(inputs)) == 1 or len(outputs) != len(inputs):
+        # One end is the same for all samples, or rows are not the same samples.
+        return outputs.mean(0).unsqueeze(-1) * inputs.mean(0)
+    return outputs.T @ inputs / len(inputs)
+
+
+def _is_open(gate: GateLike | None) -> Tensor | None:
+    if gate is None or gate.gate is None:
+        return None
     is_open = (gate.gate.detach() != 0).float()
-    per_block = is_open.flatten(0, -2).mean(0) if is_open.ndim > 1 else is_open
-    return per_block.repeat_interleave(gate.block_size)
+    rows = is_open.flatten(0, -2) if is_open.ndim > 1 else is_open.unsqueeze(0)
+    return rows.repeat_interleave(gate.block_size, -1)

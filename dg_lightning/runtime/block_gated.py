@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from dg_lightning.gates import Gate
+from dg_lightning.gates.policies import HARD_POLICIES
 from dg_lightning.layers.mlp import GatedLinear, GatedMLP
 from dg_lightning.runtime.dispatch import MAX_ROWS_BATCH, candidates, fastest_engine, run_gated
 from dg_lightning.runtime.feed_forward import FeedForward
@@ -17,7 +18,6 @@ from dg_lightning.runtime.timing import shortest_seconds
 __all__ = ["BlockGatedMLP", "Engine"]
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
-_HARD_POLICIES = ("threshold", "top_k", "bernoulli")
 _RECORD_AFTER = 10  # uses of an input shape before a CUDA graph is tried
 _REMEASURE_AFTER = 1000  # uses; open rates change during training
 
@@ -162,7 +162,7 @@ class BlockGatedMLP(GatedMLP):
                 reader = self.output if after is None else after.linear
                 views = self._views.setdefault(index, {})
                 parts = layer.linear, layer.activation, reader
-                net = FeedForward.of(*parts, gate.block_size, views)
+                net = FeedForward.of(*parts, gate.block_size, gate.scale is not None, views)
                 product = self._run(h, gate, net, engine)
             elif product is None:
                 h = layer(h)
@@ -181,7 +181,7 @@ class BlockGatedMLP(GatedMLP):
             and not torch.compiler.is_compiling()
             and isinstance(gate, Gate)
             and gate.input_dependent
-            and (gate.policy in _HARD_POLICIES or not gate.training)
+            and (gate.policy in HARD_POLICIES or not gate.training)
             and isinstance(layer.norm, nn.Identity)
             and (layer.dropout.p == 0 or not layer.dropout.training)
             and (after is None or after.gate is None or not after.gate.input_dependent)

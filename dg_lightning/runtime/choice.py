@@ -105,6 +105,10 @@ def frozen_where_faster(
         return net, made
     sizes = ", ".join(map(str, batch_sizes))
     reason = f"Input-dependent gates make it {gains} times as fast as dense at batch size {sizes}."
+    gates = [layer.gate for layer in net.layers() if layer.gate is not None]
+    if any(gate.input_dependent and gate.scale is not None for gate in gates):
+        made.notes.append(f"{reason} They stay: they scale units by p, which varies.")
+        return net, made
     frozen = freeze_gates(net, usage_of(net, (x for x, _ in data())))
     small = fastest_compact(frozen, batch_sizes)
     before, after = accuracies([copy.deepcopy(each).eval() for each in (net, frozen)], data())
@@ -153,7 +157,7 @@ def freeze_gates(
             always stay open, as many as the gate's floor or k requires.
 
     Raises:
-        TypeError: If the input gate is dynamic.
+        TypeError: If the input gate is dynamic, or a gate scales units by a p that varies.
     """
     if net.input_gate is not None and net.input_gate.input_dependent:
         raise TypeError("input_gate: only gates of hidden layers can be frozen.")
@@ -163,6 +167,8 @@ def freeze_gates(
         if gate is None or not gate.input_dependent:
             continue
         name = f"hidden.{index}"
+        if gate.scale is not None:
+            raise TypeError(f"{name}: its gate scales units by p, which a frozen gate cannot do.")
         shares = usage.get(name)
         if shares is None or len(shares) != gate.blocks:
             raise ValueError(

@@ -11,7 +11,7 @@ from dg_lightning.gates.policies import hard_gate, logit_for, open_probability
 from dg_lightning.layers.mlp import GatedLinear, GatedMLP
 from dg_lightning.runtime.plain import GatedStep, build
 
-__all__ = ["Inputs", "Layer", "PrunableLinear", "Recipe", "static_mask"]
+__all__ = ["Inputs", "Layer", "PrunableLinear", "Recipe", "static_value"]
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
 
@@ -59,6 +59,7 @@ class Layer:
         self.activation: nn.Module = nn.Identity()
         self.norm: nn.LayerNorm | None = None
         self.gate: Gate | None = None
+        self.value = torch.ones(len(self.removed))  # what a static gate multiplies units by
         if isinstance(layer, nn.Linear):
             return
         self.activation = layer.activation
@@ -87,7 +88,8 @@ class Layer:
                 self.rare = (usage.cpu() < min_usage).repeat_interleave(gate.block_size)
                 self.removed |= self.rare
         else:
-            self.removed |= ~static_mask(gate)
+            self.value = static_value(gate)
+            self.removed |= self.value == 0
 
     @property
     def readers(self) -> list[PrunableLinear]:
@@ -156,6 +158,7 @@ class Layer:
             threshold=float(gate.threshold),
             k=None if gate.k is None else min(gate.k, len(blocks)),
             floor=min(gate._floor, len(blocks)),
+            scaled=gate.scale is not None,
         )
 
 
@@ -165,7 +168,7 @@ class Inputs:
     def __init__(self, net: GatedMLP, first: Layer) -> None:
         self.first = first
         self.width = first.linear.weight.shape[1]
-        self.is_open = torch.ones(self.width, dtype=torch.bool)
+        self.value = torch.ones(self.width)  # what the gate multiplies inputs by
         self.norm: nn.LayerNorm | None = None
         gate = net.input_gate
         if gate is not None:
@@ -174,13 +177,13 @@ class Inputs:
                     "input_gate: only a static gate on the inputs can be made compact, got a "
                     f"{type(gate).__name__}."
                 )
-            self.is_open = static_mask(gate)
+            self.value = static_value(gate)
         if isinstance(net.input_norm, nn.LayerNorm):
             self.norm = net.input_norm
             return
         for reader in first.readers:
             weight = reader.weight
-            reader.weight = weight * self.is_open
+            reader.weight = weight * self.value.to(weight.dtype)
             if isinstance(net.input_norm, nn.BatchNorm1d):
                 # A closed input is 0 before the norm, so only the shift remains after it.
                 scale, shift = _batch_norm_affine(net.input_norm)
@@ -190,8 +193,8 @@ class Inputs:
     def emit(self, recipe: "Recipe", selects: bool, multiple: int) -> None:
         """Append the steps before the first layer to the recipe."""
         if self.norm is not None:
-            if not self.is_open.all():
-                recipe.add("mask", {"mask": self.is_open.float()}, size=self.width)
+            if not (self.value == 1).all():
+                recipe.add("mask", {"mask": self.value.float()}, size=self.width)
                 recipe.notes.append("input_gate: no input is left out: a layer norm reads all.")
             recipe.add_norm(self.norm)
             return
@@ -236,12 +239,12 @@ class Recipe:
         return net
 
 
-def static_mask(gate: Gate) -> Tensor:
-    """Return the units that a static gate opens when deployed, as a bool mask."""
+def static_value(gate: Gate) -> Tensor:
+    """Return what a static gate multiplies units by when deployed, 0 where it is closed."""
     h = torch.zeros(1, device=gate.temperature.device)  # ignored by static gates
-    p = open_probability(gate.logits(h) / gate.temperature, gate.policy)
-    g = hard_gate(p.detach(), gate.threshold, gate.k, gate._floor)
-    return (g != 0).cpu().repeat_interleave(gate.block_size)
+    p = open_probability(gate.logits(h) / gate.temperature, gate.policy).detach()
+    g = hard_gate(p, gate.threshold, gate.k, gate._floor)
+    return (g if gate.scale is None else g * p).cpu().repeat_interleave(gate.block_size)
 
 
 def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:

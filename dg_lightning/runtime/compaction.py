@@ -96,10 +96,11 @@ def compact(
 
 
 def _remove_idle_units(stack: list[Layer]) -> None:
-    """Mark units that are never read or constant; fold constants into the next bias."""
+    """Mark units that are never read or constant; fold constants and gates into the next layer."""
     pairs = list(pairwise(stack))
     for layer, after in reversed(pairs):
         for reader in after.readers:
+            reader.weight *= layer.value.to(reader.weight.dtype)
             reader.weight[:, layer.removed] = 0
         read = torch.stack([(reader.weight != 0).any(0) for reader in after.readers]).any(0)
         layer.removed |= ~read

@@ -45,7 +45,9 @@ def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None
         ) from error
     packing = decide_by_kernel(gate, x) if g is None else None
     if packing is not None:
-        g = gate.gate
+        assert gate.gate is not None
+        assert gate.probability is not None
+        g = gate.scaled(gate.gate, gate.probability)
     elif g is None:
         g = gate.decide(x)
     assert g is not None

@@ -2,6 +2,8 @@
 
     y = W₂ (g ∘ act(W₁ x + b₁)) + b₂
 
+An open g is 1, or p of a gate that scales.
+
 All return the same outputs and gradients, with one exception: a block that a sample closes is not
 computed, so its gate gets no gradient from that sample (as in a mixture of experts). Only `masked`
 computes it and passes a gradient to closed gates.
@@ -58,13 +60,14 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
     # in half precision, and cost a launch on a GPU.
     adds_later = not x.is_cuda and x.dtype.itemsize > 2
     is_open = gate != 0
-    sample = is_open.t().nonzero()[:, 1]
+    block_of, sample = is_open.t().nonzero().unbind(1)
     counts = is_open.sum(0).tolist()
     total = _initial_outputs(x, net)
     most = len(sample) if x.is_cuda else _CACHE_ENTRIES // max(x.shape[1], len(second))
     groups = _groups(counts, most)
-    samples = sample.split([sum(counts[start:stop]) for start, stop in groups])
-    for (start, stop), own in zip(groups, samples, strict=True):
+    lengths = [sum(counts[start:stop]) for start, stop in groups]
+    samples, of_blocks = sample.split(lengths), block_of.split(lengths)
+    for (start, stop), own, of_block in zip(groups, samples, of_blocks, strict=True):
         blocks, sizes = [all_blocks[i] for i in range(start, stop)], counts[start:stop]
         inputs = torch.index_select(x, 0, own, out=_buffer("inputs", x, len(own), x.shape[1]))
         hidden = _buffer("hidden", x, len(own), net.block_size)
@@ -78,6 +81,8 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
             else:
                 torch.addmm(block.bias, part, block.first_t, out=out)
         hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
+        if net.scaled:
+            hidden = hidden * gate[own, of_block].to(x.dtype).unsqueeze(1)
         parts = zip(hidden.split(sizes), blocks, packed.split(sizes), strict=True)
         for part, block, out in parts:
             torch.mm(part, block.second_t, out=out)
@@ -163,7 +168,8 @@ class _RunBlocks(torch.autograd.Function):
         for rows, weight, bias, reader in zip(parts, firsts, biases, seconds, strict=True):
             raw = F.linear(_take_rows(x, rows), weight, bias)
             hidden = activation(raw)
-            out.index_add_(0, rows, F.linear(hidden, reader))
+            scale = gate[rows, len(saved) // 3, None].to(x.dtype)
+            out.index_add_(0, rows, F.linear(hidden * scale, reader))
             saved += [rows, raw, hidden]
         ctx.save_for_backward(x, gate, first, second, *saved)
         ctx.block, ctx.activation = block, activation
@@ -183,14 +189,14 @@ class _RunBlocks(torch.autograd.Function):
             units = slice(index * ctx.block, (index + 1) * ctx.block)
             grad_out = _take_rows(grad_output, rows)
             grad_hidden = grad_out @ second[:, units]
+            scale = gate[rows, index, None].to(x.dtype)
             if grad_w2 is not None:
-                grad_w2[:, units] = grad_out.t() @ hidden
+                grad_w2[:, units] = grad_out.t() @ (hidden * scale)
             if grad_gate is not None:
-                # An open gate is 1, so its gradient is the sum of hidden * grad_hidden.
                 grad_gate[rows, index] = (grad_hidden * hidden).sum(-1).to(gate.dtype)
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
-                (grad_raw,) = torch.autograd.grad(ctx.activation(raw), raw, grad_hidden)
+                (grad_raw,) = torch.autograd.grad(ctx.activation(raw), raw, grad_hidden * scale)
             if grad_w1 is not None:
                 grad_w1[units] = grad_raw.t() @ _take_rows(x, rows)
             if grad_b1 is not None:
@@ -231,6 +237,8 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
         else:
             torch.addmv(bias, weight, samples[sample], out=out)
     hidden = net.activation(hidden)
+    if net.scaled:
+        hidden = hidden * gate[tuple(opened.t())].to(x.dtype).unsqueeze(1)
     total = _initial_outputs(x, net)
     outputs = total.unbind()
     if net.second[0].stride(0) == 1:  # laid out by unit

@@ -46,6 +46,7 @@ class FeedForward:
         activation: Elementwise nonlinearity applied to its outputs.
         second: Weight ``(outputs, units)`` and bias of the map that reads them.
         block_size: Number of adjacent units that share a gate.
+        scaled: Whether open gates may differ from 1.
         views: Cache of block views; creating them takes a tenth of the time of a small batch.
     """
 
@@ -53,6 +54,7 @@ class FeedForward:
     activation: Callable[[Tensor], Tensor]
     second: tuple[Tensor, Tensor | None]
     block_size: int
+    scaled: bool = False
     views: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -62,11 +64,13 @@ class FeedForward:
         activation: Callable[[Tensor], Tensor],
         second: nn.Linear,
         block_size: int,
+        scaled: bool = False,
         views: dict[Any, Any] | None = None,
     ) -> "FeedForward":
         """Create a feed-forward from two linear layers."""
         maps = (first.weight, first.bias), (second.weight, second.bias)
-        return cls(maps[0], activation, maps[1], block_size, {} if views is None else views)
+        views = {} if views is None else views
+        return cls(maps[0], activation, maps[1], block_size, scaled, views)
 
     def blocks(self) -> Blocks:
         """Return views of the blocks, which follow in-place changes of the weights."""
@@ -90,4 +94,4 @@ class FeedForward:
         first, second = (
             (w.to(dtype), None if b is None else b.to(dtype)) for w, b in (self.first, self.second)
         )
-        return FeedForward(first, self.activation, second, self.block_size)
+        return FeedForward(first, self.activation, second, self.block_size, self.scaled)

@@ -55,6 +55,7 @@ class GatedStep(nn.Module):
         threshold: A gate is open if p is above this.
         k: Number of open gates, instead of the threshold; None to use the threshold.
         floor: Minimum number of open gates.
+        scaled: Whether open units are multiplied by their p.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class GatedStep(nn.Module):
         threshold: float,
         k: int | None,
         floor: int,
+        scaled: bool = False,
     ) -> None:
         super().__init__()
+        self.scaled = scaled
         self.block, self.relu, self.k, self.floor = block, relu, k, floor
         self.temperature, self.shift, self.threshold = temperature, shift, threshold
         self.linear = nn.Linear(inputs, outputs)
@@ -97,10 +100,11 @@ class GatedStep(nn.Module):
         checks = least > 0 and self.k is None and not torch.compiler.is_compiling()
         if least and not (checks and bool((is_open.sum(-1) >= least).all())):
             is_open = is_open | _largest(p, least)
+        gate = is_open * p if self.scaled else is_open
         if self.block > 1:
-            is_open = is_open.repeat_interleave(self.block, -1)
-        hidden: Tensor = self.activation(self.norm(self.linear(x))) * is_open
-        return hidden
+            gate = gate.repeat_interleave(self.block, -1)
+        hidden: Tensor = self.activation(self.norm(self.linear(x)))
+        return hidden * (gate.to(hidden.dtype) if self.scaled else gate)
 
 
 def _largest(p: Tensor, count: int) -> Tensor:

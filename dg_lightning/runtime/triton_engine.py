@@ -27,7 +27,8 @@ def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     # Hidden units, before and after their activation, and outputs.
     entries = (1 + needs_grad) * net.block_size + len(net.second[0])
     packing.fit_to_memory(entries * x.element_size())
-    arguments = x, gate, *net.first, *net.second, net.block_size, name, packing
+    scales = _by_row(gate.detach().to(x.dtype), packing) if net.scaled else None
+    arguments = x, gate, *net.first, *net.second, net.block_size, name, packing, scales
     if needs_grad:
         out: Tensor = _GatedFeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
@@ -72,13 +73,25 @@ def _forward(
     block: int,
     activation: str,
     packing: Packing,
+    scales: Tensor | None,
     raw: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     weight = first.unflatten(0, (-1, block))
     bias = None if first_bias is None else first_bias.unflatten(0, (-1, block))
     hidden = packing.product(x, weight, bias, gathers=True, activation=activation, raw=raw)
+    if scales is not None:
+        hidden = hidden * scales
     packed = packing.product(hidden, _by_block(second, block))
     return packing.sum_samples(packed, second_bias), hidden
+
+
+def _by_row(gate: Tensor, packing: Packing) -> Tensor:
+    """Return the gate of each packed row, ``(rows, 1)``, without synchronizing with the device."""
+    position = packing.position.flatten().long()
+    closed = position < 0
+    rows = gate.new_zeros(packing.rows + 1)  # closed gates share the last one
+    rows[torch.where(closed, packing.rows, position)] = gate.flatten()
+    return rows[:-1].unsqueeze(1)
 
 
 def _by_block(second: Tensor, block: int) -> Tensor:
@@ -100,11 +113,12 @@ class _GatedFeedForward(torch.autograd.Function):
         block: int,
         activation: str,
         packing: Packing,
+        scales: Tensor | None,
     ) -> Tensor:
         raw = x.new_empty(packing.rows, block)
         weights = first, first_bias, second, second_bias
-        out, hidden = _forward(x, *weights, block, activation, packing, raw)
-        ctx.save_for_backward(x, first, second, raw, hidden)
+        out, hidden = _forward(x, *weights, block, activation, packing, scales, raw)
+        ctx.save_for_backward(x, first, second, raw, hidden, scales)
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = gate.dtype
         return out
@@ -112,7 +126,7 @@ class _GatedFeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
-        x, first, second, raw, hidden = ctx.saved_tensors
+        x, first, second, raw, hidden, scales = ctx.saved_tensors
         packing: Packing = ctx.packing
         grad_x = grad_gate = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
         wanted = ctx.needs_input_grad
@@ -121,10 +135,12 @@ class _GatedFeedForward(torch.autograd.Function):
         grad_hidden = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
         if wanted[4]:
             grad_w2 = _grad_w2(packing, grad_rows, hidden, second)
-        # An open gate is 1, so its gradient is the sum of hidden * grad_hidden.
+        # The gradient of an open gate is the sum of grad_hidden times its units before scaling.
         grad_gate = packing.activation_backward(grad_hidden, raw, ctx.activation, wanted[1])
         if grad_gate is not None:
             grad_gate = grad_gate.to(ctx.gate_type)
+        if scales is not None:
+            grad_hidden = grad_hidden * scales
         if wanted[2]:
             grad_w1 = packing.outer(grad_hidden, packing.gather(x)).flatten(0, 1)
         if wanted[3]:
@@ -134,7 +150,7 @@ class _GatedFeedForward(torch.autograd.Function):
             grad_x = packing.sum_samples(packing.product(grad_hidden, weight))
         if wanted[5]:
             grad_b2 = grad_output.sum(0)
-        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None
+        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
 
 
 def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:

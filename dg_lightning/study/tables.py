@@ -31,6 +31,7 @@ COLUMNS = (
     "params_needed",
     "val_accuracy",
     "best_val_accuracy",
+    "landing_loss",
     "hardness_correlation",
     "train_seconds",
     "epochs",

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
+from dg_lightning.callbacks import BudgetController
 from dg_lightning.compute.macs import needed_parameters
 from dg_lightning.compute.report import ComputeReport
 from dg_lightning.study.published import published, relative_macs_by_rule
@@ -30,6 +31,8 @@ class Stopwatch(pl.Callback):
     def __init__(self) -> None:
         self.seconds = 0.0
         self.accuracies: list[float] = []
+        self._has_landed = False
+        self._landing: list[float] = []  # of the last epoch before gates land, and until they have
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -40,6 +43,18 @@ class Stopwatch(pl.Callback):
         accuracy = trainer.callback_metrics.get("val/accuracy")
         if not trainer.sanity_checking and trainer.state.fn == "fit" and accuracy is not None:
             self.accuracies.append(float(accuracy))
+            controllers = [c for c in trainer.callbacks if isinstance(c, BudgetController)]  # type: ignore[attr-defined]
+            if not any(c.frozen for c in controllers):
+                self._landing = self.accuracies[-1:]
+            elif not self._has_landed:
+                self._landing.append(self.accuracies[-1])
+                self._has_landed = any(c.landed for c in controllers)
+
+    @property
+    def landing_loss(self) -> float | None:
+        """The validation accuracy that is lost while gates land, at worst; None without gates."""
+        before, *after = self._landing or [0.0]
+        return before - min(after) if after else None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -143,6 +158,7 @@ def _row(
         "micro_f1": logged["test/accuracy"],  # equal for single-label classification
         "val_accuracy": timer.accuracies[-1] if timer.accuracies else None,
         "best_val_accuracy": max(timer.accuracies, default=None),
+        "landing_loss": timer.landing_loss,
         "train_seconds": timer.seconds,
         "epochs": cli.trainer.current_epoch,
         "training": _describe_training(cli),

@@ -59,8 +59,8 @@ class GatedClassifier(TrustedLoading):
         lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
         class_weights: Weight of each class in the loss; `balanced` takes those of the DataModule.
         label_smoothing: Share of the target that is spread over all classes.
-        gate_lr_factor: Learning rate of gate parameters, as a multiple of the optimizer's. They
-            have a group of their own, without weight decay, which would pull them to p = 0.5.
+        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
+            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
 
     | logged key | meaning |
@@ -221,9 +221,8 @@ class GatedClassifier(TrustedLoading):
             logits = self(x)
         if count is not None:
             self._whole_net, self._is_counted = count.result(samples), True
-        self.log(
-            f"{stage}/loss", self.task_loss(logits, target), batch_size=samples, sync_dist=True
-        )
+        loss = self.task_loss(logits, target)
+        self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
         metrics.update(logits, target)
         for name, metric in metrics.items(keep_base=False, copy_state=False):
             self.log(name, metric, batch_size=samples, prog_bar=name == "val/accuracy")
@@ -274,9 +273,10 @@ class GatedClassifier(TrustedLoading):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        weights, gates = self.net.parameters(), self.gate_parameters()
+        gates = [p for p in self.gate_parameters() if p.ndim < 2]
         scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
-        return build_optimizers(weights, gates, self.optimizer, self.gate_lr_factor, *scheduling)
+        given = self.net.parameters(), gates, self.optimizer, self.gate_lr_factor
+        return build_optimizers(*given, *scheduling)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ def build_optimizers(
 
     Args:
         parameters: All parameters.
-        gate_parameters: Those of gates, which get a group of their own, without weight decay.
+        gate_parameters: Those of them that get a group of their own, without weight decay.
         optimizer: Class path and arguments.
-        gate_lr_factor: Learning rate of gates, as a multiple of the optimizer's.
+        gate_lr_factor: Learning rate of that group, as a multiple of the optimizer's.
         scheduler: Class path and arguments.
         interval: Whether the scheduler steps with every epoch or every optimizer step.
         monitor: The logged value that a `ReduceLROnPlateau` monitors.

@@ -11,7 +11,6 @@ from torch import nn
 from dg_lightning import GatedMLP, gate_layers
 from dg_lightning.budget.budget import GateBudget
 from dg_lightning.budget.landing import FrozenGates, Landing
-from dg_lightning.budget.penalty import mean_rates
 from dg_lightning.compute.macs import linear_maps
 from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.gates.deployment import deployed_gate
@@ -72,10 +71,13 @@ def test_a_shift_uses_the_target_and_not_more_in_the_order_that_was_learned(
     for before, gate in zip(order, gate_layers(net).values(), strict=True):
         assert torch.equal(before, gate.probability.argsort())  # type: ignore[union-attr]
     # One more unit, the next in the order, would be too much.
-    units = torch.cat([torch.logit(gate.probability) for gate in gate_layers(net).values()])  # type: ignore[arg-type]
-    closed = units[units <= 0]
+    missing = [
+        -torch.logit(gate.probability) / price  # type: ignore[arg-type]
+        for gate, price in budget._shifts(1.0).items()
+    ]
+    closed = torch.cat([units[units >= 0] for units in missing])
     if len(closed):
-        assert budget.used(-closed.max().item() + 1e-6).item() > target
+        assert budget.used(closed.min().item() + 1e-6).item() > target
     assert budget.shift_for(target) == 0.0
 
 
@@ -90,27 +92,70 @@ def test_the_least_that_can_be_used_by_hand() -> None:
     assert budget_of(net, 0.5, "open_rate").least() == pytest.approx(4 / 26)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_dear_units_are_shifted_more_than_cheap_ones() -> None:
+    """The price of a unit: 12 inputs and 6 readers, 8 and 3, or 8 readers."""
+    net = random_net(0)
+    gates: Any = gate_layers(net)
+    assert list(gates) == ["input_gate", "hidden.0.gate", "hidden.1.gate"]
+
+    def moved(measure: str) -> list[float]:
+        before = [gate.logit.mean().item() for gate in gates.values()]
+        budget_of(net, 0.5, measure).shift(-2.0)
+        after = [gate.logit.mean().item() for gate in gates.values()]
+        return [b - a for a, b in zip(after, before, strict=True)]
+
+    assert moved("macs") == pytest.approx([2 * 8 / 18, 2.0, 2 * 11 / 18])
+    assert moved("open_rate") == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_a_landing_is_spread_over_measurements() -> None:
+    net = random_net(5)
+    for gate in gate_layers(net).values():
+        gate.shift_bias(2.0)
+    net(torch.randn(16, 12))
+    landing = Landing(budget_of(net, 0.2))
+    used = [landing.budget.used().item()]
+    for step in range(1, 6):
+        landing.apply(landing.approach(landing.budget.used(), step / 5))
+        net(torch.randn(16, 12))
+        used.append(landing.budget.used().item())
+        assert landing.landed == (step == 5)
+    assert used == sorted(used, reverse=True)
+    assert len(set(used)) > 3
+    assert used[-1] <= 0.2
+    assert landing.used == pytest.approx(used[-1])
+
+
 @pytest.mark.parametrize("measure", ["macs", "open_rate"])
-def test_what_is_measured_at_once_is_what_is_measured_alone(kind: Any, measure: Any) -> None:
-    net = random_net(2, kind)
-    budget = budget_of(net, 0.5, measure)
-    left = [gate.probability for gate in budget.all_gates]
-    used, rates, expected = budget.measured()
-    assert torch.equal(used, budget.used())
-    assert torch.equal(rates, mean_rates(budget.gates))
-    assert torch.equal(expected, budget.usage(rates))
-    assert all(gate.probability is p for gate, p in zip(budget.all_gates, left, strict=True))
+def test_a_landing_from_nothing_open_opens_what_may_be_used(measure: Any) -> None:
+    net = random_net(4)
+    for gate in gate_layers(net).values():
+        gate.shift_bias(-9.0)
+    net(torch.randn(16, 12))
+    landing = Landing(budget_of(net, 0.5, measure))
+    assert landing.budget.used() == 0
+    for progress in (-1.0, 0.5, 1.0):  # below 0: resumed in a longer training
+        landing.apply(landing.approach(landing.budget.used(), progress))
+        net(torch.randn(16, 12))
+    landing.apply(landing.correct(landing.budget.used(), 10))
+    net(torch.randn(16, 12))
+    assert 0.3 < landing.budget.used().item() <= 0.5
 
 
-def test_a_landing_trusts_several_looks_at_gate_nets() -> None:
+def test_a_landing_before_its_time_changes_nothing() -> None:
+    net = random_net(5)
+    landing = Landing(budget_of(net, 0.05))
+    assert landing.approach(landing.budget.used(), -0.5) == 0.0
+    assert not landing.landed
+
+
+def test_a_landing_trusts_several_measurements_of_gate_nets() -> None:
     net = random_net(3, "dynamic")
     landing = Landing(budget_of(net, 0.9))
-    first = landing.shift_after(landing.budget.used())
-    landing.apply(first)
+    landing.apply(landing.approach(landing.budget.used(), 1.0))
     assert landing.landed
-    assert [landing.shift_after(torch.tensor(0.2)) for _ in range(9)] == [0.0] * 9
-    assert landing.shift_after(torch.tensor(0.2)) > 0
+    assert [landing.correct(torch.tensor(0.2)) for _ in range(9)] == [0.0] * 9
+    assert landing.correct(torch.tensor(0.2)) > 0
 
 
 def test_frozen_gates_undo_an_optimizer_with_momentum_and_decay() -> None:

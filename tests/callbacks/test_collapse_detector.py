@@ -29,6 +29,7 @@ pytestmark = [
 STATIC: Any = {"kind": "static"}
 DYNAMIC: Any = {"kind": "dynamic", "network": "low_rank", "rank": 8}
 SGD: Any = {"class_path": "SGD", "init_args": {"lr": 0.1}}
+ADAM: Any = {"class_path": "AdamW", "init_args": {"lr": 0.01}}
 
 
 def fitted(
@@ -42,6 +43,8 @@ def fitted(
     optimizer: Any = None,
 ) -> tuple[CollapseDetector, GatedClassifier, pl.Trainer]:
     pl.seed_everything(0, verbose=False)
+    if gate is DYNAMIC and gate_lr_factor > 1:  # which is of biases alone
+        optimizer, gate_lr_factor = ADAM, 3.0
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [64, 64], "gate": gate}}
     model = GatedClassifier(
         net,

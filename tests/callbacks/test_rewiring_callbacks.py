@@ -285,3 +285,17 @@ def test_the_share_of_samples_with_both_ends_open_is_counted_over_micro_batches(
     hidden.gate.gate = torch.tensor([1.0, 0.0]).repeat(8)  # a static gate
     rates.add(step=7)
     assert rates.shares(lambda rate: rate)[model.net[1]].tolist() == [1.0, 0.0] * 8
+
+
+def test_two_ends_that_open_for_the_same_samples_are_counted_together() -> None:
+    """Where both ends open for half of the samples, they do so for half, none or a quarter."""
+    from dg_lightning import GatedMLP
+    from dg_lightning.rewiring import OpenRates
+
+    net: Any = GatedMLP(2, [2, 3], 2, gate={"kind": "dynamic"})
+    rates = OpenRates(net, [net.hidden[1].linear])
+    net.hidden[0].gate.gate = torch.tensor([[1, 0], [1, 0], [0, 1], [0, 1]]).float()
+    net.hidden[1].gate.gate = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 1, 1], [0, 1, 0]]).float()
+    rates.add(step=1)
+    shares = rates.shares(lambda share: share)[net.hidden[1].linear]
+    assert shares.tolist() == [[0.5, 0.0], [0.0, 0.5], [0.25, 0.25]]

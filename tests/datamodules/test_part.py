@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,15 +32,16 @@ def test_normalised_values_are_torchvisions_to_the_last_bit() -> None:
     assert torch.equal(Normalize(MEAN, STD)(torch.from_numpy(images)), expected)
 
 
+@pytest.mark.parametrize("mode", ["reflect", "constant"])
 @pytest.mark.parametrize(("padding", "flip"), [(4, True), (4, False), (0, True)])
 def test_a_batch_is_cropped_and_mirrored_as_torchvision_does_it_one_by_one(
-    padding: int, flip: bool
+    padding: int, flip: bool, mode: Any
 ) -> None:
-    images, change = pictures(64), CropFlip(padding, flip)
+    images, change = pictures(64), CropFlip(padding, flip, mode)
     draws = change.draw(np.random.default_rng(1), 64)
     expected = []
     for i, image in enumerate(images):
-        padded = tv.pad(as_pil(image), [padding])
+        padded = tv.pad(as_pil(image), [padding], padding_mode=mode)
         cropped = tv.crop(padded, int(draws["top"][i]), int(draws["left"][i]), 32, 32)
         mirrored = tv.hflip(cropped) if draws["flip"][i] else cropped
         expected.append(tv.normalize(tv.to_tensor(mirrored), MEAN, STD))

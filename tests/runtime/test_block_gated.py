@@ -32,6 +32,7 @@ ENGINES = ["auto", "masked", "blocks", "rows"]
         ([32, 16], {"gate": [DYNAMIC, STATIC], "norm": "batch"}),
         ([32], {"gate": {**DYNAMIC, "policy": "top_k", "k": 2}, "dropout": 0.5}),
         ([32], {"gate": {**DYNAMIC, "policy": "hard_concrete", "min_open": 3}}),
+        ([32, 16], {"gate": [{**DYNAMIC, "scale": "probability", "min_open": 2}, STATIC]}),
         ([], {}),
     ],
 )
@@ -155,7 +156,7 @@ def test_a_training_with_callbacks_skips_blocks_and_its_checkpoint_loads_masked(
     arguments = {"hidden": [32], "gate": DYNAMIC, "engine": "blocks"}
     net: Any = {"class_path": "dg_lightning.runtime.BlockGatedMLP", "init_args": arguments}
     optimizer: Any = {"class_path": "AdamW", "init_args": {"lr": 0.01}}
-    model = GatedClassifier(net, [16], 2, optimizer=optimizer, gate_lr_factor=3.0)
+    model = GatedClassifier(net, [16], 2, optimizer=optimizer, gate_lr_factor=8.0)
     assert isinstance(model.net, BlockGatedMLP)
     trainer = pl.Trainer(
         max_epochs=6,
@@ -186,8 +187,10 @@ def test_compiled_and_exported_it_is_masked() -> None:
     assert isinstance(fast, nn.Module)
 
 
-def test_all_engines_that_learn_have_the_same_gradients(monkeypatch: Any) -> None:
-    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC, dtype=torch.float64))
+@pytest.mark.parametrize("scale", [None, "probability"])
+def test_all_engines_that_learn_have_the_same_gradients(monkeypatch: Any, scale: Any) -> None:
+    gate: Any = {**DYNAMIC, "scale": scale}
+    net = randomised(GatedMLP(12, [32], 5, gate=gate, dtype=torch.float64))
     x = torch.randn(20, 12, dtype=torch.float64)
     found = []
     for name in ("dense", "blocks"):
@@ -195,6 +198,9 @@ def test_all_engines_that_learn_have_the_same_gradients(monkeypatch: Any) -> Non
         loss = BlockGatedMLP.of(net)(x).square().sum()
         found.append(torch.autograd.grad(loss, list(net.parameters())))
     torch.testing.assert_close(found[0], found[1])
+    if scale is not None:  # closed gates learn nothing anyway, so nothing is lost by skipping them
+        masked = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+        torch.testing.assert_close(found[0], masked)
 
 
 def test_rows_learn_by_blocks_and_frozen_weights_leave_gates_learning() -> None:

@@ -41,6 +41,9 @@ GATES: Any = {
     },
     "dynamic threshold 0": {"kind": "dynamic", "threshold": 0.0},
     "dynamic hard concrete": {"kind": "dynamic", "policy": "hard_concrete"},
+    "static scaled": {**STATIC, "scale": "probability", "block_size": 2},
+    "static scaled top k": {**STATIC, "scale": "probability", "policy": "top_k", "k": 5},
+    "dynamic scaled": {"kind": "dynamic", "scale": "probability", "block_size": 4, "min_open": 2},
 }
 
 
@@ -76,7 +79,7 @@ def net_with(
 def test_the_compact_net_is_the_masked_one(gate: Any, activation: Any) -> None:
     norms = (None, "layer", "batch")
     for norm, input_norm, input_gate, selects in itertools.product(
-        norms, norms, (None, STATIC), (True, False)
+        norms, norms, (None, STATIC, {**STATIC, "scale": "probability"}), (True, False)
     ):
         net = net_with(GATES[gate], norm, input_norm, input_gate, activation)
         before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -185,6 +188,9 @@ def test_what_cannot_be_frozen_is_refused() -> None:
             freeze_gates(net, usage)
     with pytest.raises(TypeError, match="input_gate"):
         freeze_gates(GatedMLP(6, [8], 3, input_gate={"kind": "dynamic"}), {})
+    scaled: Any = {"kind": "dynamic", "scale": "probability"}
+    with pytest.raises(TypeError, match=r"hidden\.0: its gate scales units by p"):
+        freeze_gates(GatedMLP(6, [8], 3, gate=scaled), {"hidden.0": torch.ones(8)})
 
 
 def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> None:
@@ -212,6 +218,15 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
     assert kept is net
     assert any("They stay" in note for note in made.notes)
     torch.testing.assert_close(made.net(x), net(x))
+
+
+def test_gates_that_scale_stay_and_the_notes_say_why() -> None:
+    scaled: Any = {"kind": "dynamic", "scale": "probability", "network": "mlp", "hidden": 99}
+    net = randomised(GatedMLP(6, [8], 3, gate=scaled)).requires_grad_(False)
+    data = [(torch.randn(5, 6), torch.zeros(5))]
+    kept, made = frozen_where_faster(net, lambda: data, [1])
+    assert kept is net
+    assert any("they scale units by p" in note for note in made.notes)
 
 
 def test_static_gates_need_no_freezing() -> None:

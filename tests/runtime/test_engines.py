@@ -24,7 +24,7 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
                 z = first[units] @ x[sample]
                 if first_bias is not None:
                     z = z + first_bias[units]
-                out[sample] += second[:, units] @ net.activation(z)
+                out[sample] += second[:, units] @ net.activation(z) * gate[sample, block]
     return out if second_bias is None else out + second_bias
 
 
@@ -38,6 +38,7 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     activation=st.sampled_from(ACTIVATIONS),
     bias=st.booleans(),
     by_unit=st.booleans(),
+    scaled=st.booleans(),
 )
 @pytest.mark.parametrize("engine", [masked, run_blocks, run_open_rows])
 def test_every_engine_computes_the_formula(
@@ -50,12 +51,15 @@ def test_every_engine_computes_the_formula(
     activation: Any,
     bias: Any,
     by_unit: Any,
+    scaled: Any,
 ) -> None:
-    net = feed_forward(inputs, blocks, block, 3, activation, bias=bias)
+    net = feed_forward(inputs, blocks, block, 3, activation, bias=bias, scaled=scaled)
     if by_unit:
         second = net.second[0].detach().t().contiguous().t()
-        net = FeedForward(net.first, activation, (second, net.second[1]), block)
+        net = FeedForward(net.first, activation, (second, net.second[1]), block, scaled)
     x, gate = torch.randn(samples, inputs, dtype=torch.float64), random_gate(samples, blocks, rate)
+    if scaled:
+        gate = gate * torch.rand_like(gate)
     with torch.no_grad():
         expected = reference(x, gate, net)
         torch.testing.assert_close(engine(x, gate, net), expected)
@@ -68,14 +72,16 @@ def test_every_engine_computes_the_formula(
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_gradients_by_blocks_are_those_of_finite_differences(activation: Any, rate: Any) -> Any:
     net = feed_forward(4, 4, 3, 5, activation)
-    gate = random_gate(6, 4, rate)
+    gate = random_gate(6, 4, rate) * (torch.rand(6, 4, dtype=torch.float64) + 0.1)
 
-    def run(x: Any, first: Any, first_bias: Any, second: Any, second_bias: Any) -> Any:
-        own = FeedForward((first, first_bias), activation, (second, second_bias), 3)
-        return run_blocks(x, gate, own)
+    def run(x: Any, opened: Any, first: Any, first_bias: Any, second: Any, bias: Any) -> Any:
+        own = FeedForward((first, first_bias), activation, (second, bias), 3, scaled=True)
+        scales = torch.zeros_like(gate).masked_scatter(gate != 0, opened)
+        return run_blocks(x, scales, own)
 
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(run, (x, *net.tensors))
+    opened = gate[gate != 0].requires_grad_()
+    assert torch.autograd.gradcheck(run, (x, opened, *net.tensors))
 
 
 def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing() -> None:
@@ -134,7 +140,7 @@ def test_kept_views_follow_the_weights_and_the_blocks(engine: Any) -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
 
     def same(block: int) -> None:
-        net = FeedForward.of(first, nn.ReLU(), second, block, kept)
+        net = FeedForward.of(first, nn.ReLU(), second, block, views=kept)
         gate = random_gate(3, 8 // block, 0.5)
         torch.testing.assert_close(engine(x, gate, net), reference(x, gate, net))
 

@@ -16,7 +16,8 @@ from dg_lightning.runtime.plain import GatedStep, load
 STATIC: Any = {"kind": "static"}
 FLOOR: Any = {"kind": "dynamic", "network": "low_rank", "rank": 3, "block_size": 4, "min_open": 2}
 TOP_K: Any = {"kind": "dynamic", "network": "mlp", "hidden": 5, "policy": "top_k", "k": 6}
-GATES = {"static": STATIC, "dynamic": FLOOR, "top k": TOP_K}
+SCALED: Any = {**FLOOR, "scale": "probability"}
+GATES = {"static": STATIC, "dynamic": FLOOR, "top k": TOP_K, "scaled": SCALED}
 WITHOUT_US = """
 import sys, torch
 sys.modules["dg_lightning"] = None  # an import of it fails

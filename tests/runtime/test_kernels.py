@@ -57,10 +57,13 @@ def test_values_and_gradients(
     chosen = [ACTIVATIONS[samples % 4]] if INTERPRETED else ACTIVATIONS
     for seed, activation in enumerate(chosen):
         torch.manual_seed(seed)
-        net = feed_forward(inputs, blocks, block, outputs, activation, dtype, bias, DEVICE)
+        scaled = samples % 2 == 1
+        made = dtype, bias, DEVICE, scaled
+        net = feed_forward(inputs, blocks, block, outputs, activation, *made)
         x = torch.randn(samples, inputs, dtype=dtype, device=DEVICE, requires_grad=True)
         kind = torch.promote_types(dtype, torch.float32)
-        gate = random_gate(samples, blocks, rate, kind).to(DEVICE).requires_grad_()
+        gate = random_gate(samples, blocks, rate, kind).to(DEVICE)
+        gate = (gate * (0.5 + torch.rand_like(gate) / 2) if scaled else gate).requires_grad_()
         weights = torch.randn(samples, outputs, dtype=dtype, device=DEVICE)
         wanted = [x, gate, *net.tensors]
         expected, found = masked(x, gate, net), run_triton(x, gate, net)
@@ -72,7 +75,7 @@ def test_values_and_gradients(
         for index, (own, other) in enumerate(zip(of_kernels, of_masked, strict=True)):
             assert own.isfinite().all()
             # Closed gates learn nothing here.
-            close(own, other * gate.detach() if index == 1 else other, dtype)
+            close(own, other * (gate.detach() != 0) if index == 1 else other, dtype)
 
 
 @here

@@ -166,7 +166,10 @@ def test_gate_parameters_have_their_own_group() -> None:
     assert (gates["lr"], gates["weight_decay"]) == (0.005, 0.0)
     names = {id(p): n for n, p in model.named_parameters()}
     assert all("gate" in names[id(p)] for p in gates["params"])
-    assert not any("gate" in names[id(p)] for p in rest["params"])
+    # Logits and biases are gates' own, matrices of GateNets learn as weights do.
+    assert all(p.ndim == 2 for p in rest["params"] if "gate" in names[id(p)])
+    assert any("gate" in names[id(p)] for p in rest["params"])
+    assert all(p.ndim == 1 for p in gates["params"])
     assert len(rest["params"]) + len(gates["params"]) == len(list(model.parameters()))
     plain: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [4]}}
     assert len(model_of(net=plain).configure_optimizers().param_groups) == 1  # type: ignore[union-attr]

@@ -1,0 +1,185 @@
+"""Make RESULTS.md from the tables of the studies and `page.md.j2`: `make results`."""
+
+import csv
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from dg_lightning.configs import config_path
+from dg_lightning.study.published import published
+from dg_lightning.study.tables import TEXTS, describe_training, paired_difference
+
+HERE = Path(__file__).parent
+SPARSE = ("rigl_equal", "set_equal")
+
+
+class Study:
+    """The runs of one study, and figures of them in words.
+
+    Args:
+        name: Name of the study, of its config and of its table.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.config = yaml.safe_load(Path(config_path(f"studies/{name}")).read_text())
+        with (HERE / f"{name}.csv").open(encoding="utf-8") as file:
+            self.rows: list[dict[str, Any]] = [
+                {k: v if k in TEXTS else float(v or "nan") for k, v in line.items()}
+                for line in csv.DictReader(file)
+            ]
+        order = list(self.config["variants"])
+        self.rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
+        self.variants = list(dict.fromkeys(row["variant"] for row in self.rows))
+        self.paper = published(self.config.get("paper", self.config["dataset"]))["rows"]
+
+    def values(self, variant: str, key: str) -> list[float]:
+        """Return a column of a variant, by seed."""
+        return [row[key] for row in self.rows if row["variant"] == variant]
+
+    def percent(self, variant: str, key: str = "accuracy") -> str:
+        """Return mean and standard deviation over seeds, in percent."""
+        return spread([100 * value for value in self.values(variant, key)])
+
+    def lead(self, variant: str, over: str = "baseline") -> str:
+        """Return the mean of differences of equal seeds, with its standard error, in points."""
+        found = paired_difference(self.rows, variant, over)
+        if found is None:
+            return ""
+        mean, error, _ = found
+        return f"{100 * mean:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+
+    def saved(self, variant: str) -> str:
+        """Return the share of the dense net's MACs that is not executed, in percent."""
+        (dense,) = set(self.values("baseline", "macs_dense"))
+        return spread([100 * (1 - macs / dense) for macs in self.values(variant, "macs")])
+
+    def used(self, variant: str) -> list[float]:
+        """Return executed MACs as shares of the own dense net, by seed."""
+        pairs = zip(self.values(variant, "macs"), self.values(variant, "macs_dense"), strict=True)
+        return [macs / dense for macs, dense in pairs]
+
+    def budget(self, variant: str) -> float | None:
+        """Return the budget of a variant, from its config and the study's options."""
+        settings = self.config["variants"][variant]
+        path = Path(config_path(settings.get("config") or f"{self.config['dataset']}/{variant}"))
+        for option in settings.get("options", []):
+            if option.startswith("trainer.callbacks.") and "budget=" in option:
+                return float(option.split("=")[1])
+        for callback in yaml.safe_load(path.read_text())["trainer"]["callbacks"]:
+            if callback["class_path"].endswith("BudgetController"):
+                return float(callback["init_args"]["budget"])
+        return None
+
+    def best_sparse(self) -> str:
+        """Return the sparse variant with the MACs of the fused net that validates best."""
+        found = [v for v in SPARSE if v in self.variants]
+        return max(found, key=lambda v: statistics.fmean(self.values(v, "val_accuracy")))
+
+    def table(self) -> str:
+        """Return the table of all variants."""
+        columns = ["variant", "runs", "test accuracy, %", "lead, points", "macro-F1, %"]
+        columns += ["MACs", "decisions", "saved, %", "paper: accuracy, saved, %"]
+        lines = []
+        for v in self.variants:
+            row = self.paper.get(v, {})
+            said = [row.get("accuracy"), row.get("macs_reduction")]
+            paper = ", ".join(f"{100 * x:.2f}" if x is not None else "-" for x in said)
+            means = [statistics.fmean(self.values(v, key)) for key in ("macs", "gate_macs")]
+            runs = str(len(self.values(v, "accuracy")))
+            figures = [self.percent(v), self.lead(v), self.percent(v, "macro_f1")]
+            figures += [f"{mean:,.0f}" for mean in means] + [self.saved(v)]
+            lines.append(
+                [f"`{v}`", runs, *figures, paper if any(x is not None for x in said) else ""]
+            )
+        return table(columns, lines)
+
+    @property
+    def training(self) -> str:
+        """How the variants were trained."""
+        return describe_training(self.rows)
+
+    @property
+    def devices(self) -> str:
+        """Where they were trained."""
+        return " and ".join(sorted({row["device"] for row in self.rows}))
+
+
+def spread(values: list[float]) -> str:
+    """Return mean ± standard deviation."""
+    mean = statistics.fmean(values)
+    return f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def table(columns: list[str], lines: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    rule = ["---"] + ["---:"] * (len(columns) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, rule, *lines])
+
+
+def summary(studies: dict[str, Study]) -> str:
+    """Return the rows that matter of every dataset."""
+    lines = []
+    for title, study in studies.items():
+        names = {
+            "dense": "baseline",
+            "static gates": "dynamicgate",
+            "input-dependent gates": "dynamicgate_input",
+            "gates and RigL": "dynamicgate_rigl",
+        }
+        names[f"sparse alone, the same MACs (`{study.best_sparse()}`)"] = study.best_sparse()
+        for index, (net, v) in enumerate(names.items()):
+            figures = [study.percent(v), study.lead(v), study.saved(v)]
+            lines.append([title if index == 0 else "", net, *figures])
+    columns = ["dataset", "net", "test accuracy, %", "lead over dense, points", "MACs saved, %"]
+    return table(columns, lines)
+
+
+def budgets(studies: dict[str, Study]) -> str:
+    """Return what every budget was, what tests used, and what the landing cost."""
+    lines = []
+    for title, study in studies.items():
+        for v in study.variants:
+            if (asked := study.budget(v)) is None:
+                continue
+            used = study.used(v)
+            off = 100 * (statistics.fmean(used) / asked - 1)
+            losses = [x for x in study.values(v, "landing_loss") if not math.isnan(x)]
+            figures = [f"{100 * asked:g}", spread([100 * x for x in used]), f"{off:+.2f}"]
+            figures += [f"{100 * statistics.fmean(losses):+.2f}", f"{100 * max(losses):+.2f}"]
+            lines.append([title, f"`{v}`", *figures])
+    columns = ["dataset", "variant", "budget, %", "used in the test, %", "off by, % of it"]
+    return table([*columns, "lost in the landing, points", "at worst"], lines)
+
+
+def input_pays(studies: dict[str, Study]) -> str:
+    """Return leads of input-dependent gates: over static ones, and of a wide net over dense."""
+    lines = []
+    for title, study in studies.items():
+        static = "dynamicgate_equal" if "dynamicgate_equal" in study.variants else "dynamicgate"
+        wide = "dynamicgate_wide" if "dynamicgate_wide" in study.variants else None
+        pair = [study.saved(v) for v in ("dynamicgate_input", static)]
+        over = "" if wide is None else study.lead(wide)
+        lines.append([title, study.lead("dynamicgate_input", static), *pair, over])
+    columns = ["dataset", "input over static", "saved, %: input", "static", "wide over dense"]
+    return table(columns, lines)
+
+
+def page() -> str:
+    """Return the page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    tables = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
+    made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
+    return environment.get_template("page.md.j2").render(**tables, **made)
+
+
+if __name__ == "__main__":
+    (HERE.parent / "RESULTS.md").write_text(page(), encoding="utf-8")
