@@ -13,7 +13,7 @@ __all__ = ["FrozenGates", "Landing"]
 
 _TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
 ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
-_LEAST = 1e-6  # share that something is at least taken to use
+LEAST = 1e-6  # share that something is at least taken to use
 
 
 class FrozenGates:
@@ -62,7 +62,7 @@ class Landing:
             progress: How much of the landing has passed, from 0 to 1.
         """
         self.used = float(used)
-        self.start = self.start or max(self.used, _LEAST)
+        self.start = self.start or max(self.used, LEAST)
         self.landed = progress >= 1
         target = self.start * (self.budget.budget / self.start) ** min(max(progress, 0.0), 1.0)
         return self._shift_to(target)
@@ -79,14 +79,14 @@ class Landing:
     def _shift_to(self, target: float) -> float:
         """Return the shift that brings the mean of the measurements to the target."""
         here = float(self.budget.used())  # by the last pass, which differs from the mean
-        return self.budget.shift_for(target if self.used < _LEAST else here * target / self.used)
+        return self.budget.shift_for(target if self.used < LEAST else here * target / self.used)
 
     def apply(self, shift: float) -> None:
         """Shift the gates, and restart the measurements."""
         if shift:
             self.measurements = 0
             before, after = float(self.budget.used()), float(self.budget.used(shift))
-            self.used = after if before < _LEAST else self.used * after / before
+            self.used = after if before < LEAST else self.used * after / before
             self.budget.shift(shift)
 
     def state_dict(self) -> dict[str, Any]:

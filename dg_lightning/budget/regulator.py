@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from dg_lightning.budget.budget import GateBudget
-from dg_lightning.budget.landing import ENOUGH_MEASUREMENTS, Landing
+from dg_lightning.budget.landing import ENOUGH_MEASUREMENTS, LEAST, Landing
 from dg_lightning.budget.multiplier import Multiplier
 
 __all__ = ["Regulator"]
@@ -17,7 +17,6 @@ Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
 
 _MISSED = 0.05  # of the budget
 _RECENT = 2  # measurements: more would lag behind gates that close, one may be of a small batch
-_LEAST = 1e-6
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 _SAME_P = (
     "Many units have the same p and open together, other gates use more than is left, or "
@@ -68,8 +67,8 @@ class Regulator:
 
     def allowed(self, progress: float) -> float:
         """Return the share that may be used: it falls exponentially from what was in use."""
-        start: float = self.start or 1.0
-        return start * (self.budget.budget / start) ** progress  # type: ignore[no-any-return]
+        start = self.start or 1.0
+        return float(start * (self.budget.budget / start) ** progress)
 
     def begin(self, mean: Mean) -> None:
         """Note the share in use when pressing begins, once; the allowed share falls from there."""
@@ -124,7 +123,7 @@ class Regulator:
         if not self.budget.depends_on_input:
             return
         if not self.landing.landed:
-            self.ratio = max(share, _LEAST) / max(sum(recent) / len(recent), _LEAST)
+            self.ratio = max(share, LEAST) / max(sum(recent) / len(recent), LEAST)
             return
         # The last batch may be a small one.
         for gate, (p, g) in zip(self.budget.all_gates, self._largest_batch, strict=True):
