@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all kernels lint types lowest clean
+.PHONY: demo test test-all kernels lint types results lowest clean
 
 demo: .venv/.installed
 	$(BIN)/python examples/demo.py
@@ -24,10 +24,14 @@ kernels: .venv/.installed-dev
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell dg_lightning callbacks datamodules configs tests benchmarks examples *.md
+	$(BIN)/codespell dg_lightning callbacks datamodules configs tests benchmarks examples results/page* *.md
 
 types: .venv/.installed-dev
 	$(BIN)/mypy
+
+# RESULTS.md and the README's table, from the tables in results/.
+results: .venv/.installed-dev
+	$(BIN)/python results/page.py
 
 # The tests with the oldest versions that pyproject.toml allows.
 lowest:

@@ -1,7 +1,11 @@
-"""Make RESULTS.md from the tables of the studies and `page.md.j2`: `make results`."""
+"""Make RESULTS.md from the tables of the studies and `page.md.j2`: `make results`.
+
+The table at the top of README.md is made with it.
+"""
 
 import csv
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,14 +15,26 @@ import yaml
 
 from dg_lightning.configs import config_path
 from dg_lightning.study.published import published
-from dg_lightning.study.tables import TEXTS, describe_training, paired_difference
+from dg_lightning.study.tables import (
+    TEXTS,
+    describe_training,
+    markdown_table,
+    paired_difference,
+    published_remarks,
+)
 
 HERE = Path(__file__).parent
 SPARSE = ("rigl_equal", "set_equal")
+_FRONT = {
+    "MNIST 784-256-10": "mnist",
+    "PBMC3k 2000-1000-500, published labels": "pbmc3k",
+    "CIFAR-10 3072-1024-512-10": "cifar10",
+}
+_FRONT_PLACE = re.compile(r"(<!-- results -->\n).*?(\n<!-- /results -->)", re.DOTALL)
 
 
 class Study:
-    """The runs of one study, and figures of them in words.
+    """The runs of one study, and their figures as text.
 
     Args:
         name: Name of the study, of its config and of its table.
@@ -35,11 +51,15 @@ class Study:
         order = list(self.config["variants"])
         self.rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
         self.variants = list(dict.fromkeys(row["variant"] for row in self.rows))
-        self.paper = published(self.config.get("paper", self.config["dataset"]))["rows"]
+        self.paper = published(self.config.get("paper", self.config["dataset"]))
 
     def values(self, variant: str, key: str) -> list[float]:
         """Return a column of a variant, by seed."""
         return [row[key] for row in self.rows if row["variant"] == variant]
+
+    def mean(self, variant: str, key: str) -> str:
+        """Return the mean over seeds."""
+        return f"{statistics.fmean(self.values(variant, key)):.2f}"
 
     def percent(self, variant: str, key: str = "accuracy") -> str:
         """Return mean and standard deviation over seeds, in percent."""
@@ -47,16 +67,24 @@ class Study:
 
     def lead(self, variant: str, over: str = "baseline") -> str:
         """Return the mean of differences of equal seeds, with its standard error, in points."""
-        found = paired_difference(self.rows, variant, over)
-        if found is None:
+        if variant == over:
             return ""
+        found = paired_difference(self.rows, variant, over)
+        if found is None or found[2] != len(self.values(variant, "seed")):
+            raise ValueError(f"{self.name}: {variant} and {over} need the same seeds.")
         mean, error, _ = found
-        return f"{100 * mean:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+        points = round(100 * mean, 2) + 0.0  # not -0.0
+        return f"{points:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
     def saved(self, variant: str) -> str:
         """Return the share of the dense net's MACs that is not executed, in percent."""
         (dense,) = set(self.values("baseline", "macs_dense"))
         return spread([100 * (1 - macs / dense) for macs in self.values(variant, "macs")])
+
+    def paper_saved(self, variant: str) -> str:
+        """Return the paper's figure of the same, if there is one."""
+        share = self.paper["rows"].get(variant, {}).get("macs_reduction")
+        return "" if share is None else f"{100 * share:.2f}"
 
     def used(self, variant: str) -> list[float]:
         """Return executed MACs as shares of the own dense net, by seed."""
@@ -86,7 +114,7 @@ class Study:
         columns += ["MACs", "decisions", "saved, %", "paper: accuracy, saved, %"]
         lines = []
         for v in self.variants:
-            row = self.paper.get(v, {})
+            row = self.paper["rows"].get(v, {})
             said = [row.get("accuracy"), row.get("macs_reduction")]
             paper = ", ".join(f"{100 * x:.2f}" if x is not None else "-" for x in said)
             means = [statistics.fmean(self.values(v, key)) for key in ("macs", "gate_macs")]
@@ -96,7 +124,11 @@ class Study:
             lines.append(
                 [f"`{v}`", runs, *figures, paper if any(x is not None for x in said) else ""]
             )
-        return table(columns, lines)
+        return markdown_table(columns, lines)
+
+    def remarks(self) -> str:
+        """Return what is to be said of the paper's rows."""
+        return published_remarks(self.paper, self.rows)
 
     @property
     def training(self) -> str:
@@ -106,7 +138,8 @@ class Study:
     @property
     def devices(self) -> str:
         """Where they were trained."""
-        return " and ".join(sorted({row["device"] for row in self.rows}))
+        names = {"cpu": "a CPU", "cuda": "a GPU"}
+        return " and ".join(names[device] for device in sorted({r["device"] for r in self.rows}))
 
 
 def spread(values: list[float]) -> str:
@@ -115,14 +148,8 @@ def spread(values: list[float]) -> str:
     return f"{mean:.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def table(columns: list[str], lines: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    rule = ["---"] + ["---:"] * (len(columns) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, rule, *lines])
-
-
 def summary(studies: dict[str, Study]) -> str:
-    """Return the rows that matter of every dataset."""
+    """Return the main rows of each dataset."""
     lines = []
     for title, study in studies.items():
         names = {
@@ -136,7 +163,7 @@ def summary(studies: dict[str, Study]) -> str:
             figures = [study.percent(v), study.lead(v), study.saved(v)]
             lines.append([title if index == 0 else "", net, *figures])
     columns = ["dataset", "net", "test accuracy, %", "lead over dense, points", "MACs saved, %"]
-    return table(columns, lines)
+    return markdown_table(columns, lines, words=2)
 
 
 def budgets(studies: dict[str, Study]) -> str:
@@ -153,7 +180,7 @@ def budgets(studies: dict[str, Study]) -> str:
             figures += [f"{100 * statistics.fmean(losses):+.2f}", f"{100 * max(losses):+.2f}"]
             lines.append([title, f"`{v}`", *figures])
     columns = ["dataset", "variant", "budget, %", "used in the test, %", "off by, % of it"]
-    return table([*columns, "lost in the landing, points", "at worst"], lines)
+    return markdown_table([*columns, "lost in the landing, points", "at worst"], lines, words=2)
 
 
 def input_pays(studies: dict[str, Study]) -> str:
@@ -166,7 +193,38 @@ def input_pays(studies: dict[str, Study]) -> str:
         over = "" if wide is None else study.lead(wide)
         lines.append([title, study.lead("dynamicgate_input", static), *pair, over])
     columns = ["dataset", "input over static", "saved, %: input", "static", "wide over dense"]
-    return table(columns, lines)
+    return markdown_table(columns, lines)
+
+
+def worst_miss(studies: dict[str, Study]) -> str:
+    """Return by how much the mean use of a variant misses its budget at most, in percent of it."""
+    misses = [
+        abs(statistics.fmean(study.used(v)) / asked - 1)
+        for study in studies.values()
+        for v in study.variants
+        if (asked := study.budget(v)) is not None
+    ]
+    return f"{math.ceil(1000 * max(misses)) / 10:.1f}"
+
+
+def front_table() -> str:
+    """Return the table at the top of the README."""
+    lines = []
+    for title, name in _FRONT.items():
+        study = Study(name)
+        command = f"`dg-lightning study --config studies/{name} --output DIR`"
+        figures = [study.percent("dynamicgate"), study.lead("dynamicgate")]
+        lines.append([title, command, *figures, study.saved("dynamicgate")])
+    columns = ["dataset, static gates", "made by", "test accuracy, %", "lead over dense, points"]
+    return markdown_table([*columns, "MACs saved, %"], lines, words=2)
+
+
+def with_front_table(readme: str) -> str:
+    """Return the README with its current table."""
+    made, count = _FRONT_PLACE.subn(lambda found: found[1] + front_table() + found[2], readme)
+    if count != 1:
+        raise ValueError("README.md needs one place for its table, between <!-- results --> marks.")
+    return made
 
 
 def page() -> str:
@@ -177,9 +235,12 @@ def page() -> str:
         keep_trailing_newline=True,
     )
     tables = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
+    tables["worst_miss"] = worst_miss
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)
 
 
 if __name__ == "__main__":
     (HERE.parent / "RESULTS.md").write_text(page(), encoding="utf-8")
+    readme = HERE.parent / "README.md"
+    readme.write_text(with_front_table(readme.read_text(encoding="utf-8")), encoding="utf-8")

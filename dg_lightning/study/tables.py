@@ -11,7 +11,7 @@ from dg_lightning.files import replacing
 from dg_lightning.study.published import published
 from dg_lightning.versions import versions
 
-__all__ = ["paired_difference", "summarised", "summary_markdown", "write_csv"]
+__all__ = ["markdown_table", "paired_difference", "summarised", "summary_markdown", "write_csv"]
 
 COLUMNS = (
     "dataset",
@@ -114,7 +114,7 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
         "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
         "is used once a run, for what the config's own checkpoint rule has kept.",
-        _table(
+        markdown_table(
             ["variant", "runs", "test accuracy", "lead over baseline", "paper", "macro-F1",
              "micro-F1", "best validation", "training, s"],
             [_accuracy_cells(s, rows, source["rows"].get(s["variant"], {})) for s in summaries],
@@ -125,19 +125,14 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         + (f"; the table's rule, `{source['rule']}`, is how the paper's own table counts"
            if source["rule"] else "")
         + ". All are shares of the dense net's.",
-        _table(
+        markdown_table(
             ["variant", "MACs", "of which decisions", "reduction", "by RelMAC",
              "by the table's rule", "paper", "its script", "parameters", "needed"],
             [_compute_cells(s, source["rows"].get(s["variant"], {})) for s in summaries],
         ),
     ]  # fmt: skip
-    remarks = [
-        f"- `{name}`: {' '.join(row['note'].split())}"
-        for name, row in source["rows"].items()
-        if "note" in row and any(s["variant"] == name for s in summaries)
-    ]
-    if remarks:
-        parts += [f"Of the paper's table ({source['table']}):", "\n".join(remarks)]
+    if remarks := published_remarks(source, rows):
+        parts += [f"Of the paper's table ({source['table']}):", remarks]
     else:
         parts.append(f"The paper's table: {source['table']}.")
     if failed := [row for row in rows if row["status"] != "complete"]:
@@ -162,6 +157,16 @@ def describe_training(rows: Sequence[Row]) -> str:
     if len(variants) == 1:
         return f"All were trained alike: {next(iter(variants))}."
     return " ".join(f"{', '.join(names)}: {training}." for training, names in variants.items())
+
+
+def published_remarks(source: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Return what is to be said of the rows of a published table that a study trains."""
+    trained = {row["variant"] for row in rows}
+    return "\n".join(
+        f"- `{name}`: {' '.join(row['note'].split())}"
+        for name, row in source["rows"].items()
+        if "note" in row and name in trained
+    )
 
 
 def library_versions() -> str:
@@ -203,8 +208,9 @@ def _compute_cells(summary: Row, paper: Row) -> list[str]:
     ]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """Return a table whose first columns are of words, the others of figures."""
+    lines = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
