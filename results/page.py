@@ -103,6 +103,12 @@ class Study:
                 return float(callback["init_args"]["budget"])
         return None
 
+    def misses(self) -> dict[str, tuple[float, float]]:
+        """Return the budget of each variant that has one, and by what share of it use is off."""
+        asked = {v: share for v in self.variants if (share := self.budget(v)) is not None}
+        means = {v: statistics.fmean(self.used(v)) for v in asked}
+        return {v: (share, means[v] / share - 1) for v, share in asked.items()}
+
     def best_sparse(self) -> str:
         """Return the sparse variant with the MACs of the fused net that validates best."""
         found = [v for v in SPARSE if v in self.variants]
@@ -170,13 +176,10 @@ def budgets(studies: dict[str, Study]) -> str:
     """Return what every budget was, what tests used, and what the landing cost."""
     lines = []
     for title, study in studies.items():
-        for v in study.variants:
-            if (asked := study.budget(v)) is None:
-                continue
-            used = study.used(v)
-            off = 100 * (statistics.fmean(used) / asked - 1)
+        for v, (asked, miss) in study.misses().items():
+            used = spread([100 * x for x in study.used(v)])
             losses = [x for x in study.values(v, "landing_loss") if not math.isnan(x)]
-            figures = [f"{100 * asked:g}", spread([100 * x for x in used]), f"{off:+.2f}"]
+            figures = [f"{100 * asked:g}", used, f"{100 * miss:+.2f}"]
             figures += [f"{100 * statistics.fmean(losses):+.2f}", f"{100 * max(losses):+.2f}"]
             lines.append([title, f"`{v}`", *figures])
     columns = ["dataset", "variant", "budget, %", "used in the test, %", "off by, % of it"]
@@ -197,13 +200,8 @@ def input_pays(studies: dict[str, Study]) -> str:
 
 
 def worst_miss(studies: dict[str, Study]) -> str:
-    """Return by how much the mean use of a variant misses its budget at most, in percent of it."""
-    misses = [
-        abs(statistics.fmean(study.used(v)) / asked - 1)
-        for study in studies.values()
-        for v in study.variants
-        if (asked := study.budget(v)) is not None
-    ]
+    """Return the largest of their misses, in percent, rounded up."""
+    misses = [abs(miss) for study in studies.values() for _, miss in study.misses().values()]
     return f"{math.ceil(1000 * max(misses)) / 10:.1f}"
 
 
