@@ -14,6 +14,7 @@ __all__ = [
     "mean_over_ranks",
     "refuse_different_masks",
     "refuse_other_masks",
+    "refuse_two_penalties",
     "refuse_two_writers",
     "refuse_uncounted_steps",
     "state_key",
@@ -90,6 +91,26 @@ def refuse_uncounted_steps(callback: Any, trainer: Any, module: Any) -> None:
 
     for optimizer in trainer.optimizers:
         optimizer.register_step_post_hook(refuse)
+
+
+def refuse_two_penalties(callback: Any, trainer: Any) -> None:
+    """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
+    for other in trainer.callbacks:
+        if other is callback or not hasattr(getattr(other, "term", None), "gates"):
+            continue
+        names = f"{type(callback).__name__} and {type(other).__name__}"
+        shared = [name for name in callback.term.gates if name in other.term.gates]
+        if shared and (hasattr(callback, "budget") or hasattr(other, "budget")):
+            raise ValueError(
+                f"{names} both press on {shared[0]}: the weight of a penalty has one owner; remove "
+                "one, or part them by `layers`."
+            )
+        if callback.name == other.name:
+            had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
+            raise ValueError(
+                f"{names} have {had}: give each a `name` of its own, which tells their logged keys "
+                "apart."
+            )
 
 
 def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:

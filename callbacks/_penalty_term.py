@@ -1,6 +1,6 @@
 """Adds a penalty on gates to the loss that Lightning is about to differentiate."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from dg_lightning.budget import mean_rate, scale_gradient
 from dg_lightning.gates import GateLike, SharedState, detach_graph, shared_state
+from dg_lightning.training import DeviceNumbers, is_replayed
 
-from ._agreement import mean_over_ranks, refuse_uncounted_steps
+from ._agreement import mean_over_ranks, refuse_two_penalties, refuse_uncounted_steps
 
 __all__ = ["Penalty", "PenaltyTerm"]
 
@@ -36,7 +37,10 @@ class PenaltyTerm:
         self.gates = gates
         self.of: Literal["p", "g"] = of
         self.unit_costs = dict(unit_costs or {})
-        self._constants: dict[str, tuple[list[float], Tensor]] = {}
+        self.usage: Tensor | None = None  # that was penalised last
+        self.numbers = DeviceNumbers()
+        for name, costs in self.unit_costs.items():
+            self.numbers.set(f"costs of {name}", [cost / sum(costs) for cost in costs])
         self.in_backward = False  # whether Lightning is differentiating a loss
         self._handles: list[Any] = []
         self._before: list[Tensor | None] = []  # what gates had recorded when this batch began
@@ -45,6 +49,20 @@ class PenaltyTerm:
         self._current: set[Tensor] = set()
         self._added: set[Tensor] = set()
         self._penalized: set[Tensor] = set()
+
+    @torch.no_grad()
+    def note(self, usage: Tensor) -> None:
+        """Keep the usage of a pass, in place, to be logged when the batch ends."""
+        if self.usage is None or self.usage.device != usage.device:
+            self.usage = usage.detach().clone()
+        else:
+            self.usage.copy_(usage)
+
+    def prepare(self, trainer: Any) -> bool:
+        """Set the factors of gates; return whether one of them is not 1."""
+        factors = [shared.factor for shared in self.shared(trainer)]
+        self.numbers.set("factors", factors)
+        return any(factor != 1 for factor in factors)
 
     def shared(self, trainer: Any) -> list[SharedState]:
         """Return what callbacks share about each gate."""
@@ -90,11 +108,11 @@ class PenaltyTerm:
                 if value is not None and nodes.isdisjoint(made):
                     fresh.discard(value)
         self._current = fresh
-        each = []
-        for name, value, shared in zip(self.gates, values, self.shared(trainer), strict=True):
-            rate = self._rate(name, value if value is None or value in fresh else value.detach())
-            each.append(rate if shared.factor == 1 else scale_gradient(rate, shared.factor))
+        live = [v if v is None or v in fresh else v.detach() for v in values]
+        each = [self._rate(name, value) for name, value in zip(self.gates, live, strict=True)]
         rates = torch.stack(each).to(loss.device)
+        if self.prepare(trainer):
+            rates = scale_gradient(rates, self.numbers.get("factors", rates))
         if over_ranks and trainer.world_size > 1:  # also where no gate has run on this rank
             here = torch.cat([rates.detach(), rates.new_tensor([float(bool(blind))])])
             mean = mean_over_ranks(trainer, here)
@@ -108,6 +126,12 @@ class PenaltyTerm:
                 "activations with use_reentrant=False, or name other gates with `layers`."
             )
         return rates if fresh else None
+
+    @torch.no_grad()
+    def last_rates(self) -> Tensor:
+        """Return the rate of each gate in its last forward pass, without a graph."""
+        values = zip(self.gates, self._values(), strict=True)
+        return torch.stack([self._rate(name, value) for name, value in values])
 
     def _values(self) -> list[Tensor | None]:
         """Return what each gate has recorded last: its p or g."""
@@ -126,16 +150,8 @@ class PenaltyTerm:
     def _rate(self, name: str, value: Tensor | None) -> Tensor:
         if value is None:  # a gate that has not run yet counts as open
             return torch.ones_like(self.gates[name].threshold)
-        costs = self.unit_costs.get(name)
-        shares = None if costs is None else self.constant(name, costs, value) / sum(costs)
-        return mean_rate(value, shares)
-
-    def constant(self, name: str, values: list[float], like: Tensor) -> Tensor:
-        """Return values as a tensor, copied only when they change: a copy waits for the device."""
-        known = self._constants.get(name)
-        if known is None or known[0] != values or known[1].device != like.device:
-            known = self._constants[name] = (values, like.new_tensor(values))
-        return known[1]
+        priced = name in self.unit_costs
+        return mean_rate(value, self.numbers.get(f"costs of {name}", value) if priced else None)
 
     def add(self, trainer: Any, pl_module: pl.LightningModule, loss: Tensor, term: Tensor) -> None:
         """Add a penalty on `rates` to a loss in place; the value of the loss does not change."""
@@ -232,11 +248,22 @@ class Penalty(pl.Callback):
     ) -> None:
         self.term.begin_batch()
 
+    def prepare_step(self, trainer: pl.Trainer) -> Hashable:
+        """Set what the penalty of a step depends on, see `CapturedSteps`."""
+        raise NotImplementedError
+
+    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Add the penalty to a loss."""
+        raise NotImplementedError
+
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         self.term.in_backward = True
+        if not is_replayed(pl_module):
+            self.prepare_step(trainer)
+            self.press(trainer, pl_module, loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -258,26 +285,6 @@ class Penalty(pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.term.stop_watching()
-
-
-def refuse_two_penalties(callback: Any, trainer: Any) -> None:
-    """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
-    for other in trainer.callbacks:
-        if other is callback or not isinstance(getattr(other, "term", None), PenaltyTerm):
-            continue
-        names = f"{type(callback).__name__} and {type(other).__name__}"
-        shared = [name for name in callback.term.gates if name in other.term.gates]
-        if shared and (hasattr(callback, "budget") or hasattr(other, "budget")):
-            raise ValueError(
-                f"{names} both press on {shared[0]}: the weight of a penalty has one owner; remove "
-                "one, or part them by `layers`."
-            )
-        if callback.name == other.name:
-            had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
-            raise ValueError(
-                f"{names} have {had}: give each a `name` of its own, which tells their logged keys "
-                "apart."
-            )
 
 
 def _graph_of(loss: Tensor) -> set[Any]:

@@ -1,7 +1,7 @@
 """What the sparse callbacks share: masks that hold in every step, and change when they are due."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Hashable, Mapping
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -31,7 +31,7 @@ from dg_lightning.rewiring import (
     zero_outside,
 )
 from dg_lightning.schedules import Clock
-from dg_lightning.training import log_step, mask_averages
+from dg_lightning.training import is_due, log_step, mask_averages
 
 from ._agreement import (
     refuse_different_masks,
@@ -74,20 +74,18 @@ class Sparse(pl.Callback):
         self.layers = list(sparsity) if isinstance(sparsity, dict) else layers
         self.structure = Structure(structure)
         self.initial: Initial = initial
-        self.masks = masks
-        self.seed = seed
+        self.masks, self.seed = masks, seed
         self.connections: dict[str, SparseLayer] = {}
         self._layers: dict[str, Any] = {}
         self._seed: int | None = None
-        self._fits = False
-        self._is_new = False  # whether masks were made for this training run
+        self._fits = self._is_new = False  # whether masks were made for this training run
         self._given: dict[str, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
         self._step = 0
         self._due: list[SparseLayer] = []  # layers that change after this step
         self._handles: dict[Optimizer, Any] = {}
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
@@ -196,6 +194,12 @@ class Sparse(pl.Callback):
         if trainer.global_step == 0:
             self.reset()
 
+    def prepare_step(self, trainer: pl.Trainer) -> Hashable:
+        """Return None for a step after which connections change, see `CapturedSteps`."""
+        layers, step = self.connections.values(), trainer.global_step + 1
+        due = self._due or any(self.changes_after(step, layer.changed_at) for layer in layers)
+        return None if due else tuple(layer.full for layer in layers)
+
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -211,11 +215,8 @@ class Sparse(pl.Callback):
         self._due = [layer for layer in layers if self.changes_after(step, layer.changed_at)]
         if self._due or self.sees_all_gradients:
             self.see_gradients(trainer, optimizer, layers, self._due)
-        zero_outside(
-            (layer.weight.grad, layer.mask)
-            for layer in layers
-            if layer.weight.grad is not None and not layer.full
-        )
+        pairs = [(x.weight.grad, x.mask) for x in layers if not x.full]
+        zero_outside((gradient, mask) for gradient, mask in pairs if gradient is not None)
 
     def _layers_of(self, optimizer: Optimizer) -> list[SparseLayer]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -264,13 +265,12 @@ class Sparse(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        figures = {
-            f"rewire/{key}/{name}": value
-            for name, layer in self.connections.items()
-            for key, value in layer.figures().items()
-        }
-        changed = any(x.changed_at == trainer.global_step for x in self.connections.values())
-        log_step(pl_module, figures, always=changed)
+        layers = self.connections
+        changed = any(x.changed_at == trainer.global_step for x in layers.values())
+        if changed or is_due(trainer, f"rewire/density/{next(iter(layers), None)}"):
+            every = [(name, layer.figures()) for name, layer in layers.items()]
+            figures = {f"rewire/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
+            log_step(pl_module, figures, always=changed)
 
     @override
     def on_exception(

@@ -1,15 +1,25 @@
 """Hold a compute budget: a controller finds the weight of the penalty."""
 
-import math
-from functools import partial
+from collections.abc import Hashable
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
-from dg_lightning.budget import FrozenGates, Measure, Multiplier, Regulator, gate_budgets
+from dg_lightning.budget import (
+    FrozenGates,
+    Measure,
+    Multiplier,
+    Regulator,
+    Timetable,
+    check_budget,
+    gate_budgets,
+    usage_by_budget,
+)
 from dg_lightning.gates import GateLike, assume_open, gate_layers
 from dg_lightning.schedules import Clock, Curve, Duration, Schedule, check_duration, warn_of_risks
 from dg_lightning.training import copy_gates_to_averages, is_due, log_step
@@ -19,9 +29,6 @@ from ._penalty_term import Penalty, PenaltyTerm
 from ._restored import Restored
 
 __all__ = ["BudgetController"]
-
-_MEASUREMENTS = 200  # over a training run, where `every_n_steps` is not given
-_LANDING = 10  # measurements over which gates land
 
 
 class BudgetController(Restored, Penalty):
@@ -81,24 +88,13 @@ class BudgetController(Restored, Penalty):
         layers: list[str] | None = None,
         name: str | None = None,
     ) -> None:
-        for share in budget.values() if isinstance(budget, dict) else [budget]:
-            if not 0 < share <= 1:
-                raise ValueError(f"`budget` must be in (0, 1], got {share}.")
-        if isinstance(budget, dict) and layers is not None:
-            raise ValueError("`layers` goes with a single budget; a dict names its gates itself.")
-        if not 0 < initial_weight <= max_weight < math.inf:
-            raise ValueError(
-                "`initial_weight` must be above 0 and at most `max_weight`, got "
-                f"{initial_weight} and {max_weight}."
-            )
+        check_budget(budget, layers, initial_weight, max_weight)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
-        check_duration("begin", begin)
-        check_duration("until", until)
-        check_duration("landing", landing)
+        for argument, when in (("begin", begin), ("until", until), ("landing", landing)):
+            check_duration(argument, when)
         self.budget = dict(budget) if isinstance(budget, dict) else budget
-        self.measure: Measure = measure
-        self.method: Literal["pi", "dual"] = method
+        self.measure, self.method = measure, method
         self.begin, self.until, self.landing = begin, until, landing
         self.initial_weight, self.max_weight = initial_weight, max_weight
         self.every_n_steps, self.layers, self.name = every_n_steps, layers, name
@@ -108,10 +104,11 @@ class BudgetController(Restored, Penalty):
     def _reset(self) -> None:
         self._regulators: dict[str, Regulator] = {}
         self._measured_at = 0
+        self._presses = False  # whether the penalty acts in the current step
         self.frozen = False  # whether gates have stopped learning, and land
         self._frozen: FrozenGates | None = None
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers, name=self.name)
@@ -151,18 +148,8 @@ class BudgetController(Restored, Penalty):
         super().on_train_start(trainer, pl_module)
         for regulator in self._regulators.values():
             regulator.budget.refuse_if_impossible(regulator.name)
-        clock = Clock.from_trainer(trainer)
-        self._pressed_at = Schedule(0.0, 1.0, "linear", self.begin, self.until).resolve(clock)
-        self._begin = clock.steps(self.begin, "begin")
-        self._landing = clock.steps(self.landing, "landing")
-        length = clock.total_steps or self._landing
-        self._interval = self.every_n_steps or max(1, length // _MEASUREMENTS)
-        self._landing_end = self._landing + _LANDING * self._interval
-        if clock.total_steps is not None:
-            # Two steps are left for it: gates are frozen first and land one step later, because p
-            # is of before the optimizer's step.
-            self._landing = min(self._landing, max(clock.total_steps - 2, 0))
-            self._landing_end = min(self._landing_end, clock.total_steps - 1)
+        times = self.begin, self.until, self.landing, self.every_n_steps
+        self._times = Timetable.resolve(Clock.from_trainer(trainer), *times)
         warn_of_risks(self, trainer, pl_module)
         assume_open(self.term.gates.values())
         for shared in self.term.shared(trainer):
@@ -175,37 +162,48 @@ class BudgetController(Restored, Penalty):
         curves = []
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
-            label = f"allowed {self.measure} {pattern}".strip()
-            allowed = Schedule(1.0, share, "exponential", self.begin, self.until)
-            curves.append(Curve("budget", label, allowed.resolve(clock), gates))
+            allowed = Schedule(1.0, share, "exponential", self.begin, self.until).resolve(clock)
+            curves.append(
+                Curve("budget", f"allowed {self.measure} {pattern}".strip(), allowed, gates)
+            )
         return curves
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
-        super().on_before_backward(trainer, pl_module, loss)
-        begun = trainer.global_step >= self._begin
+    def prepare_step(self, trainer: pl.Trainer) -> Hashable:
+        begun = trainer.global_step >= self._times.begin
         for shared in self.term.shared(trainer):
             shared.penalty_active = bool(shared.penalty_active) or (begun and shared.factor > 0)
-        presses = begun and self._frozen is None
-        if not (presses or any(is_due(trainer, self._key(n, "penalty")) for n in self._regulators)):
+        self._presses = begun and self._frozen is None
+        for regulator in self._regulators.values():
+            regulator.budget.update_prices()
+            if self._presses and regulator.start is None:
+                return None  # the penalty begins with a measurement
+        return self._presses, self.term.prepare(trainer)
+
+    @override
+    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if not self._presses:
             return
-        for regulator in self._regulators.values() if presses else ():
+        for regulator in self._regulators.values():
             regulator.begin(partial(mean_over_ranks, trainer))
-        # What is only logged is not averaged: whether it is due differs between ranks.
-        rates = self.term.rates(trainer, pl_module, loss, over_ranks=presses, required=presses)
-        if rates is None:
-            return
-        term = rates.new_zeros(())
-        parts = rates.split([len(r.budget.gates) for r in self._regulators.values()])
-        for (name, regulator), part in zip(self._regulators.items(), parts, strict=True):
-            weight = regulator.multiplier.on(rates.device) if presses else 0.0
-            usage = regulator.budget.usage(part)
-            term = term + weight * usage / regulator.savings
-            self._log(pl_module, name, penalty=usage, penalty_weight=weight)
-        if presses:
+        rates = self.term.rates(trainer, pl_module, loss)
+        if rates is not None:
+            usage = self._usage(rates)
+            pairs = zip(self._regulators.values(), usage, strict=True)
+            term = torch.stack([regulator.penalty(used) for regulator, used in pairs]).sum()
             self.term.add(trainer, pl_module, loss, term)
+            self.term.note(usage)
+
+    def _usage(self, rates: Tensor) -> Tensor:
+        return usage_by_budget([r.budget for r in self._regulators.values()], rates)
+
+    def _log_penalty(self, pl_module: Any) -> None:
+        if any(is_due(pl_module.trainer, self._key(name, "penalty")) for name in self._regulators):
+            penalised = self.term.usage if self._presses else None
+            usages = self._usage(self.term.last_rates()) if penalised is None else penalised
+            for usage, (name, regulator) in zip(usages, self._regulators.items(), strict=True):
+                weight = regulator.multiplier.value if self._presses else 0.0
+                self._log(pl_module, name, penalty=usage, penalty_weight=weight)
 
     def _key(self, name: str, of: str) -> str:
         return "/".join(part for part in ("gates", of, self.name, name) if part)
@@ -219,11 +217,12 @@ class BudgetController(Restored, Penalty):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        self._log_penalty(pl_module)
         if self._frozen is not None:
             self._frozen.hold()
-        step = trainer.global_step
-        lands = not self.landed and step >= (self._landing_end if self.frozen else self._landing)
-        due = step // self._interval > self._measured_at // self._interval
+        step, times = trainer.global_step, self._times
+        lands = not self.landed and step >= (times.landed if self.frozen else times.landing)
+        due = step // times.interval > self._measured_at // times.interval
         is_new = step > self._measured_at and (due or lands)
         if is_new:
             self._measured_at = step
@@ -232,7 +231,7 @@ class BudgetController(Restored, Penalty):
             if regulator.used is None:  # the first figures, for whoever monitors them
                 regulator.measure(partial(mean_over_ranks, trainer))
                 is_new = True
-            allowed = regulator.allowed(self._pressed_at(self._measured_at))
+            allowed = regulator.allowed(self._times.pressed(self._measured_at))
             self._log(pl_module, name, is_new, budget_used=regulator.used, budget_allowed=allowed)
 
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
@@ -241,11 +240,10 @@ class BudgetController(Restored, Penalty):
         for regulator in self._regulators.values():
             used = regulator.measure(mean)
             if self._frozen is not None:
-                progress = (step - self._landing) / max(self._landing_end - self._landing, 1)
-                regulator.land(used, progress, mean)
-            elif self._begin <= step < self._landing:
-                regulator.multiplier.update(used, regulator.allowed(self._pressed_at(step)))
-        if step >= self._landing:
+                regulator.land(used, self._times.landing_progress(step), mean)
+            elif self._times.begin <= step < self._times.landing:
+                regulator.multiplier.update(used, regulator.allowed(self._times.pressed(step)))
+        if step >= self._times.landing:
             self._freeze(trainer, pl_module)
 
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:

@@ -1,5 +1,6 @@
 """Detect a collapse of gates; warn, rescue or stop (section 4.1 of the paper)."""
 
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -80,7 +81,7 @@ class CollapseDetector(Restored):
         self._checked_at = 0
         self._statistics = GateStatistics([])
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers, modes=self.modes)

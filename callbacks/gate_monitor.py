@@ -1,5 +1,6 @@
 """Log gate activity: open rates, histograms, heat maps and per-class rates, to any logger."""
 
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -87,7 +88,7 @@ class GateMonitor(Restored):
         self._outcome = "skipped"  # what `history.add` returned last
         self._last_picture_epoch: int | None = None
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)

@@ -1,5 +1,6 @@
 """Penalty on gate usage, added to the loss of any LightningModule (section 3.3 of the paper)."""
 
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -122,7 +123,6 @@ class GatePenalty(Penalty):
         self._prices = None
         if self.usage == "expected_macs":
             self._prices = MacsPrices(list(gates.values()), maps)
-        self._layer_weights = list(by_pattern("layer_weights", self.layer_weights, gates, 1.0))
         costs: dict[str, list[float]] = {}
         if self.unit_costs == "connections":
             costs = {n: unit_costs_by_connections(gate, maps) for n, gate in gates.items()}
@@ -137,6 +137,8 @@ class GatePenalty(Penalty):
                     f"got {len(values)} from {min(values)} to {max(values)}."
                 )
         self.term = PenaltyTerm(gates, self.of, costs)
+        layer_weights = by_pattern("layer_weights", self.layer_weights, gates, 1.0)
+        self.term.numbers.set("layer weights", list(layer_weights))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -155,52 +157,59 @@ class GatePenalty(Penalty):
         return curves
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
-        super().on_before_backward(trainer, pl_module, loss)
-        weight = self._weight_at(trainer.global_step)
-        shared = self.term.shared(trainer)
+    def prepare_step(self, trainer: pl.Trainer) -> Hashable:
+        weight, shared = self._weight_at(trainer.global_step), self.term.shared(trainer)
+        self._mean_weight = weight * sum(state.factor for state in shared) / len(shared)
+        self.term.numbers.set("weight", [weight])
+        self.term.numbers.set("targets", self._targets(trainer))
+        if self._prices is not None:
+            self._prices.update()
         if self.usage != "hinge_below":  # which closes no gates
             for state in shared:
                 state.penalty_active = state.penalty_active or weight * state.factor > 0
+        return self.term.prepare(trainer)
+
+    @override
+    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         # The gradient of the linear term does not depend on other processes.
         rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "linear")
         if rates is None:
             return
-        weights = self.term.constant("layer weights", self._layer_weights, rates)
+        numbers, weighted = self.term.numbers, bool(self.layer_weights)
         usage = usage_term(
             self.usage,
             rates,
-            targets=self._targets(trainer, rates),
+            targets=numbers.get("targets", rates),
             power=self.power,
-            layer_weights=weights if self.layer_weights else None,
+            layer_weights=numbers.get("layer weights", rates) if weighted else None,
             prices=self._prices,
         )
-        self.term.add(trainer, pl_module, loss, weight * usage)
-        suffix = "" if self.name is None else f"/{self.name}"
-        factor = sum(state.factor for state in shared) / len(shared)
-        log_step(
-            pl_module,
-            {f"gates/penalty{suffix}": usage, f"gates/penalty_weight{suffix}": weight * factor},
-        )
+        self.term.add(trainer, pl_module, loss, numbers.get("weight", rates)[0] * usage)
+        self.term.note(usage)
 
-    def _targets(self, trainer: Any, rates: Tensor) -> Tensor | None:
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
+        if self.term.usage is not None:
+            suffix = "" if self.name is None else f"/{self.name}"
+            log_step(pl_module, {f"gates/penalty{suffix}": self.term.usage})
+            log_step(pl_module, {f"gates/penalty_weight{suffix}": self._mean_weight})
+
+    def _targets(self, trainer: Any) -> list[float]:
         """Return the rate that each gate should have."""
         if self.usage in ("linear", "expected_macs"):
-            return None
+            return []
         gates = self.term.gates
         if isinstance(self.target, float | int):
-            values = [float(self.target)] * len(gates)
-        else:
-            phases = [state.keep for state in self.term.shared(trainer)]
-            given = by_pattern("target", self.target or {}, gates, None)
-            both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
-            values = [value for value in both if value is not None]
-            if len(values) < len(both):
-                missing = [name for name, value in zip(gates, both, strict=True) if value is None]
-                raise ValueError(
-                    f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, "
-                    "or let ThresholdPhases set keep targets."
-                )
-        return self.term.constant("targets", values, rates)
+            return [float(self.target)] * len(gates)
+        phases = [state.keep for state in self.term.shared(trainer)]
+        given = by_pattern("target", self.target or {}, gates, None)
+        both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
+        if missing := [name for name, value in zip(gates, both, strict=True) if value is None]:
+            raise ValueError(
+                f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, or "
+                "let ThresholdPhases set keep targets."
+            )
+        return [value for value in both if value is not None]

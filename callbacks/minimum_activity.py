@@ -1,5 +1,6 @@
 """Keep a minimum of gates open (section 4.1 (4) of the paper)."""
 
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -65,7 +66,7 @@ class MinimumActivity(Restored):
         self._seen_at = 0
         self._statistics = GateStatistics([])
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)

@@ -20,6 +20,7 @@ from dg_lightning.rewiring import (
     drop_and_grow,
 )
 from dg_lightning.schedules import Duration
+from dg_lightning.training.optimizers import unscales_itself
 
 from ._agreement import mean_over_ranks
 from ._sparse import NewMasks, Sparse
@@ -153,7 +154,7 @@ class RigL(Sparse):
                 mean = self.grow == "mean_gradient"
                 self._gradients[layer] = (self._means[layer.name] if mean else gradient).abs()
         if due and self.skip_optimizer_step:
-            if self._unscales_itself(trainer, optimizer):
+            if unscales_itself(trainer, optimizer):
                 raise ValueError(
                     "`skip_optimizer_step` needs an optimizer that is not fused, where a scaler "
                     "looks after gradients: write fused=False, or leave it out."
@@ -162,24 +163,20 @@ class RigL(Sparse):
                 for parameter in group["params"]:
                     parameter.grad = None  # which every optimizer passes over
 
-    @staticmethod
-    def _unscales_itself(trainer: Any, optimizer: Optimizer) -> bool:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        return scaler is not None and any(g.get("fused") for g in optimizer.param_groups)
-
     def _update_means(self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer]) -> None:
         """Update the running mean of unscaled gradients."""
-        late = self._unscales_itself(trainer, optimizer)
+        late = unscales_itself(trainer, optimizer)
         for layer in layers:
             gradient = layer.weight.grad
             if gradient is None:
                 continue
             if late:
                 gradient = gradient / trainer.precision_plugin.scaler.get_scale()
-            old = self._means.setdefault(layer.name, torch.zeros_like(gradient)).to(gradient.device)
-            new = old.lerp(gradient, 1 - self.mean_decay)
-            # Not where the gradient is not finite; without waiting for the device.
-            self._means[layer.name] = torch.where(gradient.isfinite().all(), new, old)
+            known = self._means.get(layer.name)
+            mean = torch.zeros_like(gradient) if known is None else known.to(gradient.device)
+            new = mean.lerp(gradient, 1 - self.mean_decay)
+            # Not where the gradient is not finite; without waiting for the device, and in place.
+            self._means[layer.name] = mean.copy_(torch.where(gradient.isfinite().all(), new, mean))
 
     @override
     @torch.no_grad()

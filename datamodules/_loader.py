@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
-from ._part import Batch, Indices, Part
+from ._part import Batch, Indices, Part, Samples
 
 __all__ = ["BatchLoader", "rank_and_world_size"]
 
@@ -47,7 +47,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        part: Part,
+        part: Samples,
         batch_size: int,
         shuffle: bool = False,
         place: Callable[[], tuple[int, int]] | None = None,
@@ -133,7 +133,7 @@ class BatchLoader:
             batch_size=None,
             sampler=self._job_sampler,
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=self.pin_memory and isinstance(self.part, Part),
             persistent_workers=self.num_workers > 0,
             generator=torch.Generator(),  # do not draw worker seeds from the global generator
         )
@@ -201,7 +201,7 @@ class _JobSampler(Sampler[Job]):
 class _BatchDataset(Dataset[Batch]):
     """Assembles batches, in the worker processes if there are any."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Samples) -> None:
         self.part = part
 
     @override

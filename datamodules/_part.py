@@ -18,6 +18,7 @@ __all__ = [
     "PaddingMode",
     "Part",
     "Rows",
+    "Samples",
     "grouped_split",
     "stratified_split",
 ]
@@ -50,6 +51,16 @@ class Augmentation(Protocol):
         ...
 
 
+class Samples(Protocol):
+    """Samples from which batches are cut, on the host or on a device."""
+
+    def __len__(self) -> int: ...
+
+    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+        """Return inputs and labels of the given samples."""
+        ...
+
+
 @dataclass
 class Part(Dataset[Batch]):
     """Training, validation or test samples.
@@ -72,13 +83,14 @@ class Part(Dataset[Batch]):
         """Return inputs and labels of the given samples."""
         inputs = self.table.take(self.rows[indices])
         if self.augmentation is not None:
-            draws = self._draws_for_epoch(self.augmentation, seed, epoch)
+            draws = self.draws_for_epoch(self.augmentation, seed, epoch)
             inputs = self.augmentation.apply(inputs, {k: v[indices] for k, v in draws.items()})
         if self.prepare is not None:
             inputs = self.prepare(inputs)
         return inputs, self.labels[torch.from_numpy(indices)]
 
-    def _draws_for_epoch(self, augmentation: Augmentation, seed: int, epoch: int) -> Draws:
+    def draws_for_epoch(self, augmentation: Augmentation, seed: int, epoch: int) -> Draws:
+        """Return the random values of all samples in an epoch."""
         if self._cached_draws is None or self._cached_draws[0] != (seed, epoch):
             generator = np.random.default_rng([seed, epoch, 1])
             self._cached_draws = ((seed, epoch), augmentation.draw(generator, len(self)))
@@ -101,6 +113,12 @@ class Normalize:
 
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().div_(255).sub_(self.mean).div_(self.std)
+
+    def to(self, device: torch.device) -> "Normalize":
+        """Return a copy for images on a device."""
+        moved = Normalize([], [])
+        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+        return moved
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain values, for checkpoints and exports."""
@@ -146,6 +164,27 @@ class CropFlip:
         left = np.where(flip, around - draws["left"], draws["left"])
         crops = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
         return torch.from_numpy(crops[np.arange(samples), :, draws["top"], left])
+
+    def apply_on_device(self, inputs: Tensor, draws: dict[str, Tensor]) -> Tensor:
+        """Do what `apply` does, where the images are; on a CPU it takes longer."""
+        height, width = inputs.shape[-2:]
+        down, down_inside = self._places(draws["top"], height)
+        across, across_inside = self._places(draws["left"], width)
+        flip = draws["flip"].unsqueeze(1)
+        across = torch.where(flip, across.flip(1), across)
+        places = (down.unsqueeze(2) * width + across.unsqueeze(1)).flatten(1).unsqueeze(1)
+        crops = inputs.flatten(2).gather(2, places.expand(-1, inputs.shape[1], -1))
+        if self.padding_mode == "constant":
+            across_inside = torch.where(flip, across_inside.flip(1), across_inside)
+            inside = down_inside.unsqueeze(2) & across_inside.unsqueeze(1)
+            crops = crops * inside.flatten(1).unsqueeze(1)
+        return crops.view(inputs.shape)
+
+    def _places(self, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the pixels that crops take, mirrored at the border, and which lie inside it."""
+        wanted = start.unsqueeze(1) + torch.arange(size, device=start.device) - self.padding
+        last = size - 1
+        return last - (last - wanted.abs()).abs(), (wanted >= 0) & (wanted <= last)
 
 
 def stratified_split(

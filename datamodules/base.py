@@ -5,14 +5,16 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from ._device import on_device
 from ._files import Download, DownloadError, fetch
 from ._loader import BatchLoader, rank_and_world_size
 from ._part import Batch, Part
@@ -38,6 +40,8 @@ class BaseDataModule(PreparedData):
         split_seed: Seed of the split and of other one-time sampling, such as silent clips.
         num_workers: Worker processes. Samples are already decoded, so 0 is usually best.
         pin_memory: Whether to copy batches into pinned memory.
+        device_cache: `auto` keeps samples on a CUDA device, where batches are cut by index, if they
+            take at most a quarter of its free memory; `never` sends every batch from the host.
     """
 
     downloads: tuple[Download, ...] = ()
@@ -53,16 +57,15 @@ class BaseDataModule(PreparedData):
         split_seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
+        device_cache: Literal["auto", "never"] = "auto",
     ) -> None:
         super().__init__()
         for package, source in {**BaseDataModule.needs, **self.needs}.items():
             if find_spec(package) is None:
                 name = type(self).__name__
                 raise ModuleNotFoundError(f"{name} needs {package}: pip install {source}")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.split_seed = int(split_seed)
-        self.num_workers = num_workers
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.split_seed, self.num_workers = int(split_seed), num_workers
         least = {"batch_size": 1, "eval_batch_size": 1, "split_seed": 0, "num_workers": 0}
         for name, smallest in least.items():
             if (value := getattr(self, name)) is not None and value < smallest:
@@ -70,6 +73,7 @@ class BaseDataModule(PreparedData):
         if self.split_seed >= 2**32:
             raise ValueError(f"`split_seed` must be below 2**32, got {self.split_seed}.")
         self.pin_memory = pin_memory
+        self.device_cache = check_choice("device_cache", device_cache, "auto", "never")
         self.root = Path(root or os.environ.get("DG_DATA") or "data").absolute()
         cache = cache_dir or os.environ.get("DG_CACHE") or self.root / ".dg_cache"
         self.cache_dir = Path(cache).absolute()
@@ -256,13 +260,16 @@ class BaseDataModule(PreparedData):
         return self.part("test")
 
     def _loader(self, part: str, shuffle: bool = False) -> BatchLoader:
-        training = part == "train"
+        training, trainer, device = part == "train", self.trainer, None
+        if trainer is not None and self.device_cache == "auto" and not self.num_workers:
+            running = trainer.state.status == TrainerStatus.RUNNING  # batches are for its model
+            device = trainer.strategy.root_device if running else None
         return BatchLoader(
-            self.part(part),
+            on_device(self.part(part), device),
             self.batch_size if training else self.eval_batch_size or self.batch_size,
             shuffle=shuffle,
             place=self._rank_and_world_size,
-            progress=self._progress if training and self.trainer is not None else None,
+            progress=self._progress if training and trainer is not None else None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )

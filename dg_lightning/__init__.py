@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from dg_lightning.checking import check
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
     from dg_lightning.layers import GatedLinear, GatedMLP, SwitchMoE
-    from dg_lightning.training import GatedClassifier, trust
+    from dg_lightning.training import CapturedSteps, GatedClassifier, trust
 
 __all__ = [
+    "CapturedSteps",
     "DynamicGate",
     "GatedClassifier",
     "GatedLinear",
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 # Imported on first use: the command line answers simple questions without torch, which takes
 # seconds to import.
 _HOMES = {
+    "CapturedSteps": "training",
     "DynamicGate": "gates",
     "GatedClassifier": "training",
     "GatedLinear": "layers",

@@ -1,7 +1,7 @@
 """Budgets: usage terms that a loss is penalised with, the controller of λ, and the landing."""
 
-from .budget import GateBudget, Measure, gate_budgets
-from .landing import FrozenGates, Landing
+from .budget import GateBudget, Measure, check_budget, gate_budgets, usage_by_budget
+from .landing import FrozenGates, Landing, Timetable
 from .multiplier import Multiplier
 from .penalty import (
     MacsPrices,
@@ -24,13 +24,16 @@ __all__ = [
     "Measure",
     "Multiplier",
     "Regulator",
+    "Timetable",
     "Usage",
+    "check_budget",
     "gate_budgets",
     "mean_rate",
     "mean_rates",
     "penalty",
     "scale_gradient",
     "unit_costs_by_connections",
+    "usage_by_budget",
     "usage_term",
     "without_a_price",
 ]

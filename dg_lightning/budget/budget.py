@@ -3,6 +3,7 @@
 Usage is measured as deployed: hard gates, with their floors, and with the cost of deciding.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
@@ -15,7 +16,7 @@ from dg_lightning.compute.macs import LinearMap, decision_macs, executed_macs, l
 from dg_lightning.gates.deployment import deployed_gate, floor_of, logit
 from dg_lightning.gates.protocol import GateLike, gate_layers
 
-__all__ = ["GateBudget", "Measure", "gate_budgets"]
+__all__ = ["GateBudget", "Measure", "check_budget", "gate_budgets", "usage_by_budget"]
 
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
@@ -148,6 +149,11 @@ class GateBudget:
             self.unit_shares = self.unit_shares.to(rates.device)
         return (rates * self.unit_shares).sum()
 
+    def update_prices(self) -> None:
+        """Follow a change of connections."""
+        if self.prices is not None:
+            self.prices.update()
+
     @torch.no_grad()
     def shift_for(self, target: float) -> float:
         """Return the shift, see `shift`, with which at most `target` is used.
@@ -200,6 +206,31 @@ class GateBudget:
         ends = [(m, m.input_gate, m.output_gate if m.skips_rows else None) for m in self.maps]
         connections = sum(m.connections for m, *gates in ends if gate in gates)
         return connections * gate.block_size / gate.units
+
+
+def check_budget(
+    budget: float | Mapping[str, float],
+    layers: Sequence[str] | None,
+    initial_weight: float,
+    max_weight: float,
+) -> None:
+    """Refuse settings that make no sense: shares, gates named twice, the range of λ."""
+    for share in budget.values() if isinstance(budget, Mapping) else [budget]:
+        if not 0 < share <= 1:
+            raise ValueError(f"`budget` must be in (0, 1], got {share}.")
+    if isinstance(budget, Mapping) and layers is not None:
+        raise ValueError("`layers` goes with a single budget; a dict names its gates itself.")
+    if not 0 < initial_weight <= max_weight < math.inf:
+        raise ValueError(
+            "`initial_weight` must be above 0 and at most `max_weight`, got "
+            f"{initial_weight} and {max_weight}."
+        )
+
+
+def usage_by_budget(budgets: Sequence[GateBudget], rates: Tensor) -> Tensor:
+    """Return the usage that is penalised, one for each budget, from the mean p of all its gates."""
+    parts = rates.split([len(budget.gates) for budget in budgets])
+    return torch.stack([b.usage(part) for b, part in zip(budgets, parts, strict=True)])
 
 
 def gate_budgets(

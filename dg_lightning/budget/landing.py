@@ -1,19 +1,53 @@
 """The landing of a budget: gates frozen on exactly what they may use."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dg_lightning.budget.budget import GateBudget
 from dg_lightning.gates.protocol import GateLike
+from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
-__all__ = ["FrozenGates", "Landing"]
+__all__ = ["FrozenGates", "Landing", "Timetable"]
+
+_MEASUREMENTS = 200  # over a training run, where their interval is not given
+_LANDING = 10  # measurements over which gates land
 
 _TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
 ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
 LEAST = 1e-6  # share that something is at least taken to use
+
+
+class Timetable(NamedTuple):
+    """When a budget is pressed for and landed on, in optimizer steps."""
+
+    pressed: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
+    begin: int
+    landing: int
+    landed: int
+    interval: int  # between measurements
+
+    @classmethod
+    def resolve(
+        cls, clock: Clock, begin: Duration, until: Duration, landing: Duration, every: int | None
+    ) -> "Timetable":
+        """Resolve durations; `every` is the interval, None for 1/200 of the training run."""
+        pressed = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
+        first, freeze = clock.steps(begin, "begin"), clock.steps(landing, "landing")
+        interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
+        landed = freeze + _LANDING * interval
+        if clock.total_steps is not None:
+            # Two steps are left for it: gates are frozen first and land one step later, because p
+            # is of before the optimizer's step.
+            freeze = min(freeze, max(clock.total_steps - 2, 0))
+            landed = min(landed, clock.total_steps - 1)
+        return cls(pressed, first, freeze, landed, interval)
+
+    def landing_progress(self, step: int) -> float:
+        """Return how much of the landing has passed, from 0 to 1 and beyond."""
+        return (step - self.landing) / max(self.landed - self.landing, 1)
 
 
 class FrozenGates:

@@ -52,15 +52,17 @@ class Multiplier:
 
         While too much is used λ never falls, however fast the error does.
         """
-        value, before = self.on(used.device), self.error
+        value = self.on(used.device)
         error = torch.log(used.clamp_min(1e-6) / allowed).clamp(-0.5, 0.5).to(value.dtype)
         if self.method == "pi":
-            step = self.integral * error + self.proportional * (error - before)
+            step = self.integral * error + self.proportional * (error - self.error)
             step = torch.where(error > 0, step.clamp_min(0), step)
             value = (value * step.exp()).clamp(self.lowest, self.highest)
         else:
             value = (value + self.integral * self.initial * error).clamp(0, self.highest)
-        self.value, self.error = value, error
+        # In place: a captured step reads this tensor.
+        self.value.copy_(value)
+        self.error.copy_(error)
 
     def state_dict(self) -> dict[str, float]:
         """Return λ and the last error."""

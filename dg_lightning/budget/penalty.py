@@ -171,16 +171,23 @@ class MacsPrices:
         self._outputs = torch.tensor([index(m.output_gate if m.skips_rows else None) for m in maps])
         self._inputs = torch.tensor([index(m.input_gate) for m in maps])
         self._connections: list[int] = []
-        self._shares = torch.empty(0)
+        self._shares = torch.zeros(len(maps))
+
+    def update(self) -> None:
+        """Follow a change of connections, in place: captured steps read the tensor."""
+        connections = [m.connections for m in self.maps]
+        if connections != self._connections:
+            self._connections = connections
+            shares = torch.tensor(connections, dtype=torch.float64) / self.macs_dense
+            self._shares.copy_(shares)
 
     def usage(self, rates: Tensor) -> Tensor:
         """Return the expected share of the dense MACs."""
-        connections = [m.connections for m in self.maps]
-        if connections != self._connections or self._shares.device != rates.device:
-            shares = [count / self.macs_dense for count in connections]
-            self._connections, self._shares = connections, rates.new_tensor(shares)
+        if (self._shares.device, self._shares.dtype) != (rates.device, rates.dtype):
             self._outputs = self._outputs.to(rates.device)
             self._inputs = self._inputs.to(rates.device)
+            self._shares, self._connections = self._shares.to(rates), []
+        self.update()
         rates = torch.cat([rates, rates.new_ones(1)])
         return (self._shares * rates[self._outputs] * rates[self._inputs]).sum()
 

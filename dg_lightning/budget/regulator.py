@@ -78,6 +78,10 @@ class Regulator:
         least = self.budget.least()
         self.savings = self.start - least if self.start > least else 1.0
 
+    def penalty(self, usage: Tensor) -> Tensor:
+        """Return the penalty on a usage."""
+        return self.multiplier.on(usage.device) * usage / self.savings
+
     def measure(self, mean: Mean) -> Tensor:
         """Return the share that deployed gates use, by the last training pass."""
         raw = mean(self.budget.used())

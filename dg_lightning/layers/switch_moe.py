@@ -41,6 +41,8 @@ class Router(nn.Module):
     min_open: Tensor
     input_dependent = True
 
+    recorded = ("probability", "gate", "chosen", "dropped", "logits", "capacity")  # of a pass
+
     def __init__(
         self,
         in_features: int,
@@ -125,8 +127,7 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled.
-        recorded = ("probability", "gate", "chosen", "dropped", "logits")
-        return {**self.__dict__, **dict.fromkeys(recorded)}
+        return {**self.__dict__, **dict.fromkeys(self.recorded), "capacity": self.capacity}
 
 
 class Experts(nn.Module):

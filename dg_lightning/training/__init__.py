@@ -1,16 +1,21 @@
 """Training: GatedClassifier, classes as plain values, checkpoints, averages, logging of a step."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
+from .captured import CapturedSteps, is_replayed
 from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
+from .device_numbers import DeviceNumbers
 from .spec import trust
 from .step_logging import is_due, is_logged_step, log_step, logged_step
 
 __all__ = [
+    "CapturedSteps",
+    "DeviceNumbers",
     "GatedClassifier",
     "copy_gates_to_averages",
     "is_due",
     "is_logged_step",
+    "is_replayed",
     "keep_settings_live",
     "log_step",
     "logged_step",

@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dg_lightning.training.optimizers import unscales_itself
+
 __all__ = [
     "balanced_weights",
     "check_class_weights",
     "check_settings",
     "check_sizes",
     "known_num_classes",
+    "refuse_scaled_gradients",
 ]
 
 
@@ -75,3 +78,12 @@ def balanced_weights(data: Any) -> Tensor:
 
 def _plain(value: int | Sequence[int]) -> int | list[int]:
     return value if isinstance(value, int) else list(value)
+
+
+def refuse_scaled_gradients(trainer: Any, optimizer: Any) -> None:
+    """Refuse `gate_clip_norm` where gradients are unscaled within the optimizer's step only."""
+    if unscales_itself(trainer, optimizer):
+        raise ValueError(
+            "`gate_clip_norm` needs unscaled gradients, which a fused optimizer has within its "
+            "step only: write fused=False, or train without a loss scaler."
+        )

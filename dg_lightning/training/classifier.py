@@ -21,6 +21,7 @@ from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
 from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.training.averaging import keep_settings_live
+from dg_lightning.training.captured import CapturedSteps
 from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
 from dg_lightning.training.checks import (
     balanced_weights,
@@ -28,10 +29,10 @@ from dg_lightning.training.checks import (
     check_settings,
     check_sizes,
     known_num_classes,
+    refuse_scaled_gradients,
 )
-from dg_lightning.training.optimizers import build_optimizers
+from dg_lightning.training.optimizers import build_optimizers, fused_if_open, has_scaler
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
-from dg_lightning.training.step_logging import is_logged_step
 
 __all__ = ["GatedClassifier"]
 
@@ -41,7 +42,7 @@ _SPARSE = (
 )
 
 
-class GatedClassifier(TrustedLoading):
+class GatedClassifier(CapturedSteps, TrustedLoading):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
 
     Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
@@ -62,10 +63,12 @@ class GatedClassifier(TrustedLoading):
         gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
             without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
+        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
+            is then `fused` if it can be.
 
     | logged key | meaning |
     |---|---|
-    | `train/loss` | what `training_step` returns: task and auxiliary loss |
+    | `train/loss` | what is differentiated: task and auxiliary loss |
     | `train/task_loss`, `train/aux_loss` | its parts, the second of nets with `auxiliary_loss()` |
     | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | with hard gates |
     | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
@@ -88,6 +91,7 @@ class GatedClassifier(TrustedLoading):
         label_smoothing: float = 0.0,
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
+        capture: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(net, nn.Module):
@@ -111,9 +115,8 @@ class GatedClassifier(TrustedLoading):
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
         self.lr_scheduler_monitor = lr_scheduler_monitor
-        self.label_smoothing = label_smoothing
-        self.gate_lr_factor = gate_lr_factor
-        self.gate_clip_norm = gate_clip_norm
+        self.label_smoothing, self.gate_lr_factor = label_smoothing, gate_lr_factor
+        self.gate_clip_norm, self.capture = gate_clip_norm, capture
         check_settings(label_smoothing, gate_lr_factor, gate_clip_norm)
         self.balanced = class_weights == "balanced"
         weights = [1.0] * num_classes if class_weights == "balanced" else class_weights
@@ -169,29 +172,18 @@ class GatedClassifier(TrustedLoading):
         return F.cross_entropy(logits, target, weight, label_smoothing=self.label_smoothing)
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def losses(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, target = batch
-        task_loss = loss = self.task_loss(self(x), target)
+        task_loss = self.task_loss(self(x), target)
         auxiliary_loss = getattr(self.net, "auxiliary_loss", None)
         auxiliary: Tensor | None = None if auxiliary_loss is None else auxiliary_loss()
-        if auxiliary is not None:
-            loss = loss + auxiliary
-        # A compiled step must not depend on the number of the batch: it would be compiled again.
-        if torch.compiler.is_compiling() or self._is_logged_step():
-            self.log("train/task_loss", task_loss.detach())
-            if auxiliary is not None:
-                self.log("train/aux_loss", auxiliary.detach())
-            self.log("train/loss", loss.detach(), prog_bar=True)
-        return loss
-
-    def _is_logged_step(self) -> bool:
-        """Return True if values are logged, or monitored when the epoch ends."""
-        if self._stage is None:  # called without a Trainer
-            return False
-        return is_logged_step(self.trainer) or self.trainer.is_last_batch
+        if auxiliary is None:
+            return {"task_loss": task_loss, "loss": task_loss}
+        return {"task_loss": task_loss, "aux_loss": auxiliary, "loss": task_loss + auxiliary}
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         keep_settings_live(self, self.trainer)
         self._gates = list(gate_layers(self.net, required=False).values())
 
@@ -275,7 +267,12 @@ class GatedClassifier(TrustedLoading):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         gates = [p for p in self.gate_parameters() if p.ndim < 2]
         scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
-        given = self.net.parameters(), gates, self.optimizer, self.gate_lr_factor
+        optimizer = self.optimizer
+        if self.capture and self.device.type == "cuda":
+            clips = self.gate_clip_norm is not None or self.trainer.gradient_clip_val is not None
+            unfused = clips and has_scaler(self.trainer)  # gradients are unscaled, to be clipped
+            optimizer = optimizer if unfused else fused_if_open(optimizer)
+        given = self.net.parameters(), gates, optimizer, self.gate_lr_factor
         return build_optimizers(*given, *scheduling)
 
     @override
@@ -296,5 +293,6 @@ class GatedClassifier(TrustedLoading):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if self.gate_clip_norm is not None:
+            refuse_scaled_gradients(self.trainer, optimizer)
             clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

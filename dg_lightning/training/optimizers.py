@@ -6,12 +6,55 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dg_lightning.training.spec import OptimizerSpec, SchedulerSpec, build
+from dg_lightning.training.spec import OptimizerSpec, SchedulerSpec, build, import_class
 
-__all__ = ["build_optimizers"]
+__all__ = [
+    "build_optimizers",
+    "fused_if_open",
+    "has_scaler",
+    "restore_fused",
+    "unscales_itself",
+]
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on a GPU
+
+
+def fused_if_open(optimizer: OptimizerSpec) -> OptimizerSpec:
+    """Return an optimizer with `fused=True`, if it can be and its kernels are not chosen.
+
+    >>> fused_if_open({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})["init_args"]
+    {'lr': 0.1, 'fused': True}
+    """
+    given = optimizer.get("init_args") or {}
+    chosen = any(given.get(name) is not None for name in ("fused", "foreach"))
+    other = given.get("capturable") or given.get("differentiable")
+    if chosen or other or import_class(optimizer["class_path"], Optimizer) not in _FUSED:
+        return optimizer
+    return {**optimizer, "init_args": {**given, "fused": True}}
+
+
+def restore_fused(optimizer: Optimizer) -> None:
+    """Make a fused optimizer fused again that has loaded the state of one that was not."""
+    for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(parameter.device, torch.float32)
+
+
+def unscales_itself(trainer: Any, optimizer: Any) -> bool:
+    """Return True if gradients are scaled until the optimizer's step."""
+    return has_scaler(trainer) and any(group.get("fused") for group in optimizer.param_groups)
+
+
+def has_scaler(trainer: Any) -> bool:
+    """Return True if losses are scaled, as in 16-mixed."""
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def build_optimizers(
@@ -38,7 +81,7 @@ def build_optimizers(
     groups = [{"params": [p for p in parameters if id(p) not in of_gates]}]
     if gate_parameters:
         groups.append({"params": list(gate_parameters)})
-    built = build(optimizer, "optimizer", torch.optim.Optimizer, groups)
+    built = build(optimizer, "optimizer", Optimizer, groups)
     for group in built.param_groups[1:]:
         group["lr"] = group["lr"] * gate_lr_factor
         if "weight_decay" in group:

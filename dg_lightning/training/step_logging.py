@@ -19,10 +19,12 @@ def log_step(pl_module: Any, values: Mapping[str, Tensor | float], *, always: bo
     values that are new reach `callback_metrics` in other steps too.
     """
     trainer = pl_module.trainer
+    seen, epoch = _LOGGED.setdefault(trainer, {}), trainer.current_epoch
+    every = always or is_logged_step(trainer)
     for key, value in values.items():
-        if always or is_due(trainer, key):
+        if every or seen.get(key) != epoch:
             pl_module.log(key, value.detach() if isinstance(value, Tensor) else value)
-            _LOGGED.setdefault(trainer, {})[key] = trainer.current_epoch
+            seen[key] = epoch
 
 
 def is_due(trainer: Any, key: str) -> bool:
