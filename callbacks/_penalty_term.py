@@ -1,5 +1,6 @@
 """Adds a penalty on gates to the loss that Lightning is about to differentiate."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -231,7 +232,7 @@ class PenaltyTerm:
         return {**self.__dict__, **empty, "_before": [], "_handles": []}
 
 
-class Penalty(pl.Callback):
+class Penalty(pl.Callback, ABC):
     """A callback that adds a `PenaltyTerm` to the loss: what it does besides."""
 
     term: PenaltyTerm
@@ -248,13 +249,13 @@ class Penalty(pl.Callback):
     ) -> None:
         self.term.begin_batch()
 
+    @abstractmethod
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
         """Set what the penalty of a step depends on, see `CapturedSteps`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Add the penalty to a loss."""
-        raise NotImplementedError
 
     @override
     def on_before_backward(

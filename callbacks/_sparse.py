@@ -31,7 +31,7 @@ from dg_lightning.rewiring import (
     zero_outside,
 )
 from dg_lightning.schedules import Clock
-from dg_lightning.training import is_due, log_step, mask_averages
+from dg_lightning.training import log_step, mask_averages
 
 from ._agreement import (
     refuse_different_masks,
@@ -78,7 +78,8 @@ class Sparse(pl.Callback):
         self.connections: dict[str, SparseLayer] = {}
         self._layers: dict[str, Any] = {}
         self._seed: int | None = None
-        self._fits = self._is_new = False  # whether masks were made for this training run
+        self._fits = False
+        self._is_new = False  # whether masks were made for this training run
         self._given: dict[str, Tensor] | None = None
         self._saved: dict[str, Any] | None = None
         self._step = 0
@@ -265,12 +266,10 @@ class Sparse(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        layers = self.connections
-        changed = any(x.changed_at == trainer.global_step for x in layers.values())
-        if changed or is_due(trainer, f"rewire/density/{next(iter(layers), None)}"):
-            every = [(name, layer.figures()) for name, layer in layers.items()]
-            figures = {f"rewire/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
-            log_step(pl_module, figures, always=changed)
+        every = [(name, layer.figures()) for name, layer in self.connections.items()]
+        figures = {f"rewire/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
+        changed = any(x.changed_at == trainer.global_step for x in self.connections.values())
+        log_step(pl_module, figures, always=changed)
 
     @override
     def on_exception(
