@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
 from small_roots import small_root
 
 from dg_lightning.datamodules import CIFAR10DataModule, DigitsDataModule
@@ -62,6 +63,7 @@ def test_a_training_on_a_gpu_sees_the_same_batches(name: str, cache: Any, tmp_pa
     data = ready(datamodule(name, tmp_path, device_cache=cache))
     expected = list(data.train_dataloader())
     data.trainer = pl.Trainer(accelerator="cuda", devices=1, logger=False)
+    data.trainer.state.status = TrainerStatus.RUNNING
     for mine, theirs in zip(data.train_dataloader(), expected, strict=True):
         assert mine[0].is_cuda == mine[1].is_cuda == (cache == "auto")
         torch.testing.assert_close(mine[0].cpu(), theirs[0], rtol=1e-6, atol=1e-6)
