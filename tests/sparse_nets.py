@@ -101,4 +101,4 @@ class Gated(Plain):
         gate.logit.data[:closed] = -20.0
         hidden = GatedLinear(12, 16, gate=gate)
         self.net = nn.Sequential(hidden, nn.Linear(16, 4)).double()
-        gate.feeds = Feeds(producer=hidden.linear, consumers=(self.net[1],), skips_rows=True)  # type: ignore[arg-type]
+        gate.feeds = Feeds(producer=hidden.linear, consumers=(self.net[1],), skips_rows=True)

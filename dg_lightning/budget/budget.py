@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.budget.penalty import MacsPrices, without_a_price
-from dg_lightning.compute.macs import LinearMap, decision_macs, executed_macs, linear_maps
+from dg_lightning.compute.macs import (
+    LinearMap,
+    decision_macs,
+    decisions,
+    executed_macs,
+    gate_before,
+    linear_maps,
+)
 from dg_lightning.gates.deployment import deployed_gate, floor_of, logit
 from dg_lightning.gates.protocol import GateLike, gate_layers
 
@@ -107,9 +114,9 @@ class GateBudget:
         """Return the share of the decisions alone, with every gate at its floor."""
         total = 0
         for gate in self._deciding():
-            before = next((m.input_gate for m in self.maps if m.output_gate is gate), None)
+            before = gate_before(gate, self.maps)
             inputs = None if before is None else torch.tensor(floor_of(before) * before.block_size)
-            total += int(gate.decision_macs(inputs))
+            total += int(gate.decision_macs(inputs)) * decisions(gate)
         return total / self.macs_dense
 
     @property

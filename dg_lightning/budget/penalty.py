@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dg_lightning.compute.macs import LinearMap
+from dg_lightning.compute.maps import positions
 from dg_lightning.gates.protocol import GateLike, connection_mask
 
 __all__ = [
@@ -200,13 +201,15 @@ def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) ->
 
 def unit_costs_by_connections(gate: GateLike, maps: Sequence[LinearMap]) -> list[float]:
     """Count the connections that each block of a gate saves when it closes."""
-    costs = torch.zeros(gate.units)
+    costs = torch.zeros(gate.units // gate.block_size)
+    blocks = torch.arange(len(costs))
     for linear_map in maps:
-        linear = linear_map.linear
-        mask = connection_mask(linear)
-        if linear_map.output_gate is gate and linear_map.skips_rows:
-            costs += linear.in_features if mask is None else mask.sum(1).cpu()
-        if linear_map.input_gate is gate:
-            costs += linear.out_features if mask is None else mask.sum(0).cpu()
-    per_block: list[float] = costs.reshape(-1, gate.block_size).sum(-1).tolist()
+        weight, mask = linear_map.linear.weight, connection_mask(linear_map.linear)
+        exists = torch.ones_like(weight, device="cpu") if mask is None else mask.float().cpu()
+        entries = linear_map.matrix(exists).sum(-1) * positions(linear_map.linear)
+        ends = linear_map.ends(lambda other: blocks if other is gate else None)
+        for end, per_unit in zip(ends, (entries.sum(1), entries.sum(0)), strict=True):
+            if end is not None:
+                costs.index_add_(0, end, per_unit)
+    per_block: list[float] = costs.tolist()
     return per_block

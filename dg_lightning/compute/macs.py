@@ -3,19 +3,21 @@
 For one sample and one linear map with connection mask m, the executed MACs are the entries of m
 whose input and output are both open. A closed output saves its own product only if its gate is
 known beforehand (`Feeds.skips_rows`). The cost of the gate's decision is always added. FLOPs are
-2 x MACs. Only linear maps are counted, each as run once per sample (or per position of a sequence).
+2 x MACs. Only linear maps are counted, each as run once per sample (or per position of a sequence)
+unless its `positions` are known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dg_lightning.compute.maps import as_matrix, knows_positions, positions
 from dg_lightning.gates.protocol import (
     GateLike,
     connection_mask,
-    count_connections,
     gate_layers,
     plain_name,
 )
@@ -47,20 +49,60 @@ class LinearMap:
     """
 
     name: str
-    linear: nn.Linear
+    linear: Any
     input_gate: GateLike | None = None
     output_gate: GateLike | None = None
     skips_rows: bool = False
 
     @property
     def macs_dense(self) -> int:
-        """MACs of the full matrix."""
-        return self.linear.in_features * self.linear.out_features
+        """MACs of the full matrix, at all its positions."""
+        return int(self.linear.weight.numel()) * positions(self.linear)
 
     @property
     def connections(self) -> int:
-        """Number of existing connections."""
-        return count_connections(self.linear)
+        """Number of existing connections, at all its positions."""
+        mask = connection_mask(self.linear)
+        if mask is None:
+            return self.macs_dense
+        known: int | None = getattr(self.linear, "connection_count", None)
+        # Counting synchronizes with the device.
+        return (int(mask.sum()) if known is None else known) * positions(self.linear)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gate is on its inputs or its outputs."""
+        return self.input_gate is not None or self.output_gate is not None
+
+    @property
+    def is_first_of_gate(self) -> bool:
+        """Whether its outputs have a gate and it is the first of the maps that make them."""
+        return self.output_gate is not None and self.linear is self.output_gate.feeds.producer
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape as ``(outputs, inputs, kernel)``."""
+        return as_matrix(self.linear, tensor)
+
+    def ends(
+        self, of: Callable[[GateLike], Tensor | None], every_output: bool = False
+    ) -> list[Tensor | None]:
+        """Return what `of` says of the blocks of a gate, for each output and for each input.
+
+        None where there is no gate, and for outputs that must be computed even if they are closed,
+        unless `every_output` is wanted.
+        """
+        ends: list[Tensor | None] = []
+        saves = self.skips_rows or every_output
+        for gate in (self.output_gate if saves else None, self.input_gate):
+            value = None if gate is None else of(gate)
+            ends.append(None if gate is None or value is None else self._expand(gate, value))
+        return ends
+
+    def _expand(self, gate: GateLike, per_block: Tensor) -> Tensor:
+        rows = gate.feeds.rows.get(self.linear)
+        if rows is None or gate is not self.output_gate:
+            return per_block.repeat_interleave(gate.block_size, -1)
+        return per_block[..., rows.to(per_block.device)]
 
 
 def linear_maps(module: nn.Module) -> list[LinearMap]:
@@ -72,14 +114,15 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
     """
     gates = gate_layers(module, required=False).values()
     in_gates = gate_submodules(module)
-    producers = {gate.feeds.producer: gate for gate in gates}
-    consumers = {linear: gate for gate in gates for linear in gate.feeds.consumers}
+    makers = {producer: gate for gate in gates for producer in gate.feeds.producers}
+    readers = {consumer: gate for gate in gates for consumer in gate.feeds.consumers}
     maps = []
     for name, child in module.named_modules():
-        if isinstance(child, nn.Linear) and child not in in_gates:
-            gate_in, gate_out = consumers.get(child), producers.get(child)
-            skips_rows = gate_out is not None and gate_out.feeds.skips_rows
-            maps.append(LinearMap(plain_name(name), child, gate_in, gate_out, skips_rows))
+        counted = isinstance(child, nn.Linear) or knows_positions(child)
+        if (counted or child in makers or child in readers) and child not in in_gates:
+            made = makers.get(child)
+            skips_rows = made is not None and made.feeds.skips_rows
+            maps.append(LinearMap(plain_name(name), child, readers.get(child), made, skips_rows))
     return maps
 
 
@@ -88,32 +131,32 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
 
     One entry per sample, or 0-d if all samples have the same.
     """
-    inputs = _is_open(linear_map.input_gate)
-    outputs = _is_open(linear_map.output_gate) if linear_map.skips_rows else None
+    outputs, inputs = linear_map.ends(_is_open)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
+    runs = positions(linear)
     if mask is None:
-        return _open_count(inputs, linear.in_features) * _open_count(outputs, linear.out_features)
+        wide, high, kernel = linear_map.matrix(linear.weight).shape
+        return _open_count(inputs, high) * _open_count(outputs, wide) * (kernel * runs)
     # Row sums are integers below 2^24 and thus exact in float32; their total may not be.
-    rows = mask.to(linear.weight.device, torch.float32)
+    rows = linear_map.matrix(mask.to(linear.weight.device, torch.float32)).sum(-1)
     if inputs is not None:
         with torch.autocast(rows.device.type, enabled=False):
             per_row = inputs.float() @ rows.T
     else:
         per_row = rows.sum(-1)
     per_row = per_row.round().long()
-    return (per_row if outputs is None else per_row * outputs).sum(-1)
+    return (per_row if outputs is None else per_row * outputs).sum(-1) * runs
 
 
 def expected_macs(linear_map: LinearMap) -> Tensor:
     """Return `executed_macs` with p instead of g, as a fraction of the dense MACs, per sample."""
-    inputs = _unit_probability(linear_map.input_gate)
-    outputs = _unit_probability(linear_map.output_gate) if linear_map.skips_rows else None
+    outputs, inputs = linear_map.ends(_probability)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
     if mask is None:
         one = torch.ones((), device=linear.weight.device)
         open_in = one if inputs is None else inputs.mean(-1)
         return open_in * (one if outputs is None else outputs.mean(-1))
-    rows = mask.to(linear.weight.device, torch.float32)
+    rows = linear_map.matrix(mask.to(linear.weight.device, torch.float32)).mean(-1)
     with torch.autocast(rows.device.type, enabled=False):
         per_row = rows.mean(-1) if inputs is None else inputs.float() @ rows.T / rows.shape[-1]
     return (per_row if outputs is None else per_row * outputs).mean(-1)
@@ -121,20 +164,33 @@ def expected_macs(linear_map: LinearMap) -> Tensor:
 
 def decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
     """Return the MACs of a gate's decision in the last forward pass, over its open inputs."""
-    inputs = _is_open(_gate_before(gate, maps))
-    return gate.decision_macs(None if inputs is None else inputs.sum(-1))
+    before = gate_before(gate, maps)
+    inputs = None if before is None else _is_open(before).sum(-1) * before.block_size
+    return gate.decision_macs(inputs) * decisions(gate)
 
 
 def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
     """Return `decision_macs` with p instead of g, as a fraction of a decision over all inputs."""
-    inputs = _unit_probability(_gate_before(gate, maps))
-    expected = gate.decision_macs(None if inputs is None else inputs.sum(-1))
-    return expected / max(int(gate.decision_macs()), 1)
+    before = gate_before(gate, maps)
+    p = None if before is None else _probability(before)
+    inputs = None if before is None or p is None else p.sum(-1) * before.block_size
+    return gate.decision_macs(inputs) / max(int(gate.decision_macs()), 1)
 
 
-def _gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
+def dense_decision_macs(gate: GateLike) -> int:
+    """Return the MACs of a gate's decision over all its inputs, at all its positions."""
+    return int(gate.decision_macs()) * decisions(gate)
+
+
+def decisions(gate: GateLike) -> int:
+    """Return how often a gate decides for a sample, as far as known, otherwise 1."""
+    producer = gate.feeds.producer
+    return 1 if producer is None else positions(producer)
+
+
+def gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
     """Return the gate on the inputs of a gate's layer, which are also the GateNet's inputs."""
-    return next((m.input_gate for m in maps if m.output_gate is gate), None)
+    return next((m.input_gate for m in maps if m.linear is gate.feeds.producer), None)
 
 
 def needed_parameters(module: nn.Module) -> int:
@@ -159,30 +215,28 @@ def needed_parameters(module: nn.Module) -> int:
         mask = connection_mask(linear_map.linear)
         if mask is not None:
             kept &= mask.to(kept.device)
-        gate_out = linear_map.output_gate if linear_map.skips_rows else None
-        inputs, outputs = (
-            None if gate is None or gate.input_dependent else _is_open(gate)
-            for gate in (linear_map.input_gate, gate_out)
-        )
+        kept = linear_map.matrix(kept)
+        outputs, inputs = linear_map.ends(lambda g: None if g.input_dependent else _is_open(g))
+        # A Trainer moves modules back, not recorded gates.
         if inputs is not None:
-            kept &= inputs.to(kept.device)  # a Trainer moves modules back, not recorded gates
+            kept = kept & inputs[:, None].to(kept.device)
         if outputs is not None:
-            kept &= outputs.unsqueeze(-1).to(kept.device)
-        rows = linear_map.linear.out_features if outputs is None else int(outputs.sum())
+            kept = kept & outputs[:, None, None].to(kept.device)
+        rows = len(kept) if outputs is None else int(outputs.sum())
         total += int(kept.sum()) + (rows if linear_map.linear.bias is not None else 0)
     return total
 
 
-def uncounted_modules(module: nn.Module) -> list[str]:
-    """Return the names of modules with weights that the ledger cannot count."""
-    in_gates = gate_submodules(module)
-    return [
-        plain_name(name) or type(child).__name__
+def uncounted_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with weights that the ledger cannot count, by name."""
+    known = gate_submodules(module) | {m.linear for m in linear_maps(module)}
+    return {
+        plain_name(name) or type(child).__name__: child
         for name, child in module.named_modules()
         if any(p.ndim > 1 for p in child.parameters(recurse=False))
         and not isinstance(child, _COUNTED_OR_FREE)
-        and child not in in_gates
-    ]
+        and child not in known
+    }
 
 
 def gate_submodules(module: nn.Module) -> set[nn.Module]:
@@ -191,23 +245,18 @@ def gate_submodules(module: nn.Module) -> set[nn.Module]:
     return {child for gate in gates if isinstance(gate, nn.Module) for child in gate.modules()}
 
 
-def _is_open(gate: GateLike | None) -> Tensor | None:
-    """Return the open units of the last forward pass, bool ``(..., units)``; None means all."""
-    if gate is None:
-        return None
+def _is_open(gate: GateLike) -> Tensor:
+    """Return the open blocks of the last forward pass, bool ``(..., blocks)``."""
     if gate.gate is None:
         raise RuntimeError(
             f"A gate of {gate.units} units took no part in a forward pass, which the ledger reads: "
             "run the whole net first."
         )
-    is_open = gate.gate.detach() != 0
-    return is_open if gate.block_size == 1 else is_open.repeat_interleave(gate.block_size, -1)
+    return gate.gate.detach() != 0
 
 
-def _unit_probability(gate: GateLike | None) -> Tensor | None:
-    if gate is None or gate.probability is None:
-        return None
-    return gate.probability.detach().repeat_interleave(gate.block_size, -1)
+def _probability(gate: GateLike) -> Tensor | None:
+    return None if gate.probability is None else gate.probability.detach()
 
 
 def _open_count(is_open: Tensor | None, width: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from dg_lightning.compute.macs import (
     decision_macs,
+    dense_decision_macs,
     executed_macs,
     expected_decision_macs,
     expected_macs,
@@ -113,12 +114,12 @@ class ComputeLedger(Metric):
         maps = linear_maps(net)
         gates = gate_layers(net, required=False)
 
-        def gate_metrics(gate: GateLike | None, runs: float = 1.0) -> dict[str, Any]:
+        def gate_metrics(gate: GateLike | None, runs: float = 0.0) -> dict[str, Any]:
             if gate is None:
                 return {}
             index = next(i for i, other in enumerate(gates.values()) if other is gate)
             opened = mean[f"opened_{index}"]
-            dense = round(int(gate.decision_macs()) * runs)
+            dense = round(dense_decision_macs(gate) * runs)
             return {
                 "gate_macs": mean["gate_macs"][index].item() * runs,
                 "gate_macs_expected": mean["expected_gate"][index].item() * dense,
@@ -144,9 +145,17 @@ class ComputeLedger(Metric):
                     macs=mean["macs"][index].item() * runs,
                     macs_expected=mean["expected"][index].item() * m.macs_dense * runs,
                     density=m.connections / m.macs_dense,
-                    **gate_metrics(m.output_gate, runs),
+                    # A decision is counted once, with the first of the maps that it is made for.
+                    **gate_metrics(m.output_gate, runs if m.is_first_of_gate else 0.0),
                 )
             )
+        for name, macs in counted.between.items():
+            rates = gate_metrics(gates[name])
+            saved = (1.0, 1.0)
+            if not gates[name].input_dependent:
+                saved = rates["open_rate_g"], rates["open_rate_p"]
+            executed, expected = (macs * share for share in saved)
+            layers.append(LayerCompute(f"{name} (between)", macs, executed, expected, **rates))
         uncounted = uncounted_modules(net) if whole is None else whole.uncounted
         return ComputeReport(tuple(layers), tuple(uncounted), counted.other)
 

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from dg_lightning.compute.macs import linear_maps, uncounted_modules
-from dg_lightning.gates.protocol import gate_layers
+from dg_lightning.compute.macs import dense_decision_macs, linear_maps, uncounted_modules
+from dg_lightning.gates.protocol import Feeds, gate_layers
 
 __all__ = ["CountWholeNet", "WholeNet"]
 
@@ -24,13 +24,16 @@ class WholeNet:
 
     Args:
         runs: Runs of each linear map per sample, by name; one for each position of a sequence.
-        other: MACs per sample of everything else, such as convolutions and attention.
+        other: MACs per sample of everything else, such as convolutions.
         uncounted: Modules with weights that ran but are unknown to torch's counter.
+        between: MACs per sample of products between a gate's producers and its consumer, such as
+            those of attention heads, by the gate's name. A closed block saves its share of them.
     """
 
     runs: dict[str, float] = field(default_factory=dict)
     other: int = 0
     uncounted: tuple[str, ...] = ()
+    between: dict[str, int] = field(default_factory=dict)
 
 
 class CountWholeNet:
@@ -46,7 +49,7 @@ class CountWholeNet:
     >>> with CountWholeNet(net) as count:
     ...     _ = net(torch.zeros(5, 1, 6))
     >>> count.result(samples=5)
-    WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24, uncounted=())
+    WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24, uncounted=(), between={})
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,8 +61,9 @@ class CountWholeNet:
         self._tracked |= gates
         self._gates = gates
         self._others = uncounted_modules(module)
-        self._tracked |= {name: module.get_submodule(name) for name in self._others if name}
+        self._tracked |= self._others
         self._flops = dict.fromkeys(self._tracked, 0)
+        self._between = dict.fromkeys(self._gates, 0)
         self._ran: set[str] = set()
         children = [child for child in module.children() if not isinstance(child, Metric)]
         self._roots = [module, *children]
@@ -71,6 +75,8 @@ class CountWholeNet:
             for name, module in self._tracked.items():
                 if isinstance(module, nn.Module):
                     self._track(stack, name, module)
+            for name, gate in self._gates.items():
+                self._track_between(stack, name, gate.feeds)
             for root in self._roots:
                 self._track_root(stack, root)
             # The counter sees only plain products: no compiled code, no fused attention.
@@ -95,6 +101,26 @@ class CountWholeNet:
         stack.callback(module.register_forward_pre_hook(on_enter).remove)
         stack.callback(module.register_forward_hook(on_exit).remove)
 
+    def _track_between(self, stack: ExitStack, name: str, feeds: Feeds) -> None:
+        """Count what runs after a gate's producers and before its consumer, outside of maps."""
+        if not feeds.scales_between:
+            return
+        made: list[int] = []
+
+        def elsewhere() -> int:
+            return self._counter.get_total_flops() - self._counted() - sum(self._between.values())
+
+        def on_exit(*_: Any) -> None:
+            made[:] = [elsewhere()]
+
+        def on_enter(*_: Any) -> None:
+            if made:
+                self._between[name] += elsewhere() - made.pop()
+
+        for producer in feeds.producers:
+            stack.callback(producer.register_forward_hook(on_exit).remove)
+        stack.callback(feeds.consumers[0].register_forward_pre_hook(on_enter).remove)
+
     def _track_root(self, stack: ExitStack, root: nn.Module) -> None:
         before: list[int] = []
 
@@ -118,6 +144,10 @@ class CountWholeNet:
     ) -> None:
         self._stack.close()
 
+    def _counted(self) -> int:
+        """Return the FLOPs of linear maps and gates."""
+        return sum(self._flops[name] for name in (*self._maps, *self._gates))
+
     def result(self, samples: int) -> WholeNet | None:
         """Return the counts per sample, or None if a gated map did not run as a module.
 
@@ -125,15 +155,15 @@ class CountWholeNet:
         runs; its MACs are in `other`.
         """
         not_run = [self._maps[name] for name in self._maps if self._flops[name] == 0]
-        if any(m.input_gate is not None or m.output_gate is not None for m in not_run):
+        if any(m.is_gated for m in not_run):
             return None
         runs = {
             name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()
         }
         for name, gate in self._gates.items():
-            if decision := int(gate.decision_macs()):
+            if decision := dense_decision_macs(gate):
                 runs[name] = self._flops[name] / (2 * decision * samples)
-        counted = sum(self._flops[name] for name in (*self._maps, *self._gates))
-        other = self._total - counted
+        other = self._total - self._counted() - sum(self._between.values())
         unknown = [n for n in self._others if n in self._ran and self._flops[n] == 0]
-        return WholeNet(runs, round(other / (2 * samples)), tuple(unknown))
+        between = {n: round(flops / (2 * samples)) for n, flops in self._between.items() if flops}
+        return WholeNet(runs, round(other / (2 * samples)), tuple(unknown), between)

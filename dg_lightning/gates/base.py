@@ -4,11 +4,11 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import TypedDict, override
 
 from dg_lightning.gates.policies import (
     HARD_POLICIES,

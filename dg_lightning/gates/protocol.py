@@ -5,7 +5,7 @@ A gate is any `nn.Module` with the attributes of `GateLike`; it need not derive 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +18,6 @@ __all__ = [
     "assume_open",
     "by_pattern",
     "connection_mask",
-    "count_connections",
     "detach_graph",
     "gate_layers",
     "matching",
@@ -40,11 +39,24 @@ class Feeds:
         skips_rows: Whether closed outputs need not be computed: the gate is known before the
             product, and nothing between product and gate mixes the units.
         consumers: The maps whose inputs are exactly zero where the gate is closed.
+        partners: Further maps that make the units, as in SwiGLU or attention.
+        rows: The block of each output of a producer or partner; without an entry, outputs are the
+            gate's units in their order.
+        scales_between: Whether the products between the maps are those of the units, as in
+            attention: a closed block saves its share of them.
     """
 
-    producer: nn.Linear | None = None
+    producer: nn.Module | None = None
     skips_rows: bool = False
-    consumers: tuple[nn.Linear, ...] = ()
+    consumers: tuple[nn.Module, ...] = ()
+    partners: tuple[nn.Module, ...] = ()
+    rows: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    scales_between: bool = False
+
+    @property
+    def producers(self) -> tuple[nn.Module, ...]:
+        """The producer and its partners."""
+        return () if self.producer is None else (self.producer, *self.partners)
 
 
 class GateLike(Protocol):
@@ -114,7 +126,8 @@ def gate_layers(
     if required and not found:
         raise ValueError(
             f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
-            "(GatedMLP: `gate: {kind: static}`), or give them a StaticGate or DynamicGate."
+            "(GatedMLP: `gate: {kind: static}`), or put gates into it (`add_gates`, the callback "
+            "AddGates)."
         )
     once: dict[str, GateLike] = {}
     for name, gate in matching(found, layers, "gate").items():
@@ -214,15 +227,6 @@ def assume_open(gates: Iterable[GateLike]) -> None:
 def connection_mask(layer: nn.Module) -> Tensor | None:
     """Return the bool mask of existing connections, shaped like the weight; None if all exist."""
     return getattr(layer, "connection_mask", None)
-
-
-def count_connections(layer: nn.Linear) -> int:
-    """Return the number of connections of a linear layer."""
-    mask = connection_mask(layer)
-    if mask is None:
-        return layer.in_features * layer.out_features
-    known: int | None = getattr(layer, "connection_count", None)
-    return int(mask.sum()) if known is None else known  # counting synchronizes with the device
 
 
 def set_connections(layer: nn.Module, mask: Tensor | None, count: int | None = None) -> None:

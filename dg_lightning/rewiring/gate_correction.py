@@ -26,8 +26,7 @@ class OpenRates:
     def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         wanted = set(layers)
         maps = [m for m in linear_maps(module) if m.linear in wanted]
-        gates = {m.linear: (m.output_gate, m.input_gate) for m in maps}
-        self.gates = {linear: ends for linear, ends in gates.items() if ends != (None, None)}
+        self.gates = {m.linear: m for m in maps if m.is_gated}
         self._step: int | None = None
         self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # of shares, over micro-batches
 
@@ -36,14 +35,18 @@ class OpenRates:
         """Add the last forward pass to a step; another step starts afresh."""
         if step != self._step:
             self._step, self._sums = step, {}
-        for linear, gates in self.gates.items():
-            outputs, inputs = (_is_open(gate) for gate in gates)
+        for linear, linear_map in self.gates.items():
+            outputs, inputs = linear_map.ends(_is_open, every_output=True)
             if outputs is not None or inputs is not None:
+                kernel = (None,) * (linear.weight.ndim - 2)
                 share, (total, count) = _share(outputs, inputs), self._sums.get(linear, (0.0, 0))
-                self._sums[linear] = (share + total, count + 1)
+                self._sums[linear] = (share[..., *kernel] + total, count + 1)
 
     def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
-        """Return the share of samples with both ends open, ``(out, in)``; `mean` is over ranks."""
+        """Return the share of samples with both ends open, which broadcasts to a layer's weight.
+
+        `mean` is over ranks.
+        """
         return {linear: mean(total / count) for linear, (total, count) in self._sums.items()}
 
 
@@ -60,9 +63,8 @@ def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
     return outputs.T @ inputs / len(inputs)
 
 
-def _is_open(gate: GateLike | None) -> Tensor | None:
-    if gate is None or gate.gate is None:
+def _is_open(gate: GateLike) -> Tensor | None:
+    if gate.gate is None:
         return None
     is_open = (gate.gate.detach() != 0).float()
-    rows = is_open.flatten(0, -2) if is_open.ndim > 1 else is_open.unsqueeze(0)
-    return rows.repeat_interleave(gate.block_size, -1)
+    return is_open.flatten(0, -2) if is_open.ndim > 1 else is_open.unsqueeze(0)
