@@ -36,7 +36,7 @@ results: .venv/.installed-dev
 # The tests with the oldest versions that pyproject.toml allows.
 lowest:
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,models]'
 	.venv-lowest/bin/python -m pytest
 
 clean:
@@ -50,5 +50,5 @@ clean:
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,models]'
 	touch $@

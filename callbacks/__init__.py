@@ -1,5 +1,6 @@
 """Independent Lightning callbacks, for our module and for anybody's."""
 
+from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .exact_resume import ExactResume
@@ -16,6 +17,7 @@ from .threshold_phases import ThresholdPhases
 
 __all__ = [
     "SET",
+    "AddGates",
     "BudgetController",
     "CollapseDetector",
     "ExactResume",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dg_lightning.checking import check
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
     from dg_lightning.layers import GatedLinear, GatedMLP, SwitchMoE
+    from dg_lightning.surgery import add_gates, remove_gates
     from dg_lightning.training import CapturedSteps, GatedClassifier, trust
 
 __all__ = [
@@ -22,9 +23,11 @@ __all__ = [
     "StaticGate",
     "SwitchMoE",
     "__version__",
+    "add_gates",
     "check",
     "gate_layers",
     "penalty",
+    "remove_gates",
     "trust",
 ]
 __version__ = "0.1.0"
@@ -39,9 +42,11 @@ _HOMES = {
     "GatedMLP": "layers",
     "StaticGate": "gates",
     "SwitchMoE": "layers",
+    "add_gates": "surgery",
     "check": "checking",
     "gate_layers": "gates",
     "penalty": "budget",
+    "remove_gates": "surgery",
     "trust": "training",
 }
 

@@ -14,6 +14,7 @@ from dg_lightning.datamodules import DigitsDataModule
 from dg_lightning.schedules import Schedule
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "AddGates": {"feed_forward": {"kind": "static"}},
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
     "ExactResume": {},
@@ -38,6 +39,7 @@ def make(name: str) -> Any:
 def together(pressing: str = "GatePenalty") -> list[Any]:
     # RoutingMonitor follows routers, which have an open rate of their own.
     others = {"BudgetController", "GatePenalty", "StaticSparse", "RoutingMonitor"} - {pressing}
+    others.add("AddGates")  # there are gates already
     return [make(name) for name in ARGUMENTS if name not in others]
 
 
@@ -55,6 +57,10 @@ class Foreign(pl.LightningModule):
             GatedLinear(32, 16, gate=dynamic),
             nn.Linear(16, 10),
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.body(x)
+        return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = nn.functional.cross_entropy(self.body(batch[0]), batch[1])
@@ -78,8 +84,16 @@ class Mixture(Foreign):
         self.body = nn.Sequential(nn.Flatten(), SwitchMoE(64, 10, width=16, expert_width=8))
 
 
+class Ungated(Foreign):
+    """Somebody's module without gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+
 def module_for(name: str) -> Foreign:
-    return Mixture() if name == "RoutingMonitor" else Foreign()
+    return {"RoutingMonitor": Mixture, "AddGates": Ungated}.get(name, Foreign)()
 
 
 def trainer_for(callbacks: list[Any], root: Path, **arguments: Any) -> pl.Trainer:

@@ -17,7 +17,7 @@ LEVELS = [
     {"gates"},
     {"layers", "compute", "schedules"},
     {"budget", "collapse", "rewiring"},
-    {"training", "monitoring", "runtime"},
+    {"surgery", "training", "monitoring", "runtime"},
     {"callbacks", "datamodules"},
     {"study", "checking"},
     {"cli"},

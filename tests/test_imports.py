@@ -93,4 +93,5 @@ def test_import_loads_nothing_heavy_beyond_lightning() -> None:
         "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
     )
     ours = set(listed.split()) - sys.stdlib_module_names
-    assert ours == {"dg_lightning", "filelock"}
+    # torchmetrics imports transformers, which imports filelock, where they are installed.
+    assert ours - {"filelock"} == {"dg_lightning"}

@@ -66,8 +66,8 @@ def compact(
     """
     if not isinstance(net, GatedMLP):
         raise TypeError(
-            f"Only a GatedMLP can be made compact, got a {type(net).__name__}: of other nets it is "
-            "not known which layers read which units."
+            f"Only a GatedMLP can be made compact, got a {type(net).__name__}: for other nets, "
+            "with gates of `add_gates`, there is `dg_lightning.surgery.compact`."
         )
     usage = usage or {}
     names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]

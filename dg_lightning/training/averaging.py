@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from dg_lightning.gates import gate_layers, set_connections
 from dg_lightning.rewiring import SparseLayer
 
-__all__ = ["copy_gates_to_averages", "keep_settings_live", "mask_averages"]
+__all__ = ["copy_gates_to_averages", "has_averages", "keep_settings_live", "mask_averages"]
 
 _SETTINGS = ("temperature", "threshold", "min_open")
 
@@ -51,6 +51,11 @@ def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[SparseLayer]
             theirs: Any = copy.get_submodule(names[layer.layer])
             set_connections(theirs, layer.mask, layer.count)
             theirs.weight.masked_fill_(~layer.mask.to(theirs.weight.device), 0)
+
+
+def has_averages(trainer: Any) -> bool:
+    """Return True if a callback holds an average of the model."""
+    return bool(_copies(trainer))
 
 
 def _copies(trainer: Any) -> list[nn.Module]:

@@ -205,7 +205,10 @@ def why_not(module: pl.LightningModule, trainer: Any) -> str | None:
             if is_overridden(hook, hooked, parent) and not hasattr(hooked, "prepare_step"):
                 return f"because a replay would pass over `{type(hooked).__name__}.{hook}`."
     for name, child in module.named_modules():
-        forward, backward = child._forward_hooks, child._backward_hooks
-        if forward or backward or child._forward_pre_hooks or child._backward_pre_hooks:
+        before, after = child._forward_pre_hooks, child._forward_hooks
+        hooks = [*before.values(), *after.values(), *child._backward_hooks.values()]
+        hooks += child._backward_pre_hooks.values()
+        # Those of gates in the module run while a step is recorded, and do nothing else.
+        if not all(str(hook.__module__).startswith("dg_lightning.") for hook in hooks):
             return f"because a replay would pass over the hooks of {name or 'the module'}."
     return None

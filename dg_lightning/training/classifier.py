@@ -20,6 +20,7 @@ from dg_lightning.compute.report import ComputeReport
 from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
 from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
+from dg_lightning.surgery import restore_gates
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.captured import CapturedSteps
 from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
@@ -31,7 +32,7 @@ from dg_lightning.training.checks import (
     known_num_classes,
     refuse_scaled_gradients,
 )
-from dg_lightning.training.optimizers import build_optimizers, fused_if_open, has_scaler
+from dg_lightning.training.optimizers import build_optimizers, fused_if_open, may_be_fused
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedClassifier"]
@@ -102,8 +103,8 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
             )
         self.save_hyperparameters()
         # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
-        cls = type(self)
-        self.save_hyperparameters({"_class_path": f"{cls.__module__}.{cls.__qualname__}"})
+        path = f"{type(self).__module__}.{type(self).__qualname__}"
+        self.save_hyperparameters({"_class_path": path})
         self.num_classes = num_classes = known_num_classes(num_classes, net)
         sizes: dict[str, Any] = {"num_classes": num_classes}
         if input_shape is not None:
@@ -167,16 +168,14 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
 
     def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy with class weights and label smoothing."""
-        weight = self.class_weights
-        assert weight is None or isinstance(weight, Tensor)
+        weight: Any = self.class_weights
         return F.cross_entropy(logits, target, weight, label_smoothing=self.label_smoothing)
 
     @override
     def losses(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, target = batch
         task_loss = self.task_loss(self(x), target)
-        auxiliary_loss = getattr(self.net, "auxiliary_loss", None)
-        auxiliary: Tensor | None = None if auxiliary_loss is None else auxiliary_loss()
+        auxiliary: Tensor | None = getattr(self.net, "auxiliary_loss", lambda: None)()
         if auxiliary is None:
             return {"task_loss": task_loss, "loss": task_loss}
         return {"task_loss": task_loss, "aux_loss": auxiliary, "loss": task_loss + auxiliary}
@@ -223,11 +222,11 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self.val_ledger.reset()  # an interrupted evaluation may have left something
+        self.val_ledger = ComputeLedger(self.net).to(self.device)  # with gates of now
 
     @override
     def on_test_epoch_start(self) -> None:
-        self.test_ledger.reset()
+        self.test_ledger = ComputeLedger(self.net).to(self.device)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -268,10 +267,9 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
         gates = [p for p in self.gate_parameters() if p.ndim < 2]
         scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
         optimizer = self.optimizer
-        if self.capture and self.device.type == "cuda":
-            clips = self.gate_clip_norm is not None or self.trainer.gradient_clip_val is not None
-            unfused = clips and has_scaler(self.trainer)  # gradients are unscaled, to be clipped
-            optimizer = optimizer if unfused else fused_if_open(optimizer)
+        on_gpu = self.device.type == "cuda"
+        if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
+            optimizer = fused_if_open(optimizer)
         given = self.net.parameters(), gates, optimizer, self.gate_lr_factor
         return build_optimizers(*given, *scheduling)
 
@@ -284,6 +282,7 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
         elif saved_masks(checkpoint) and not self._keeps_masks():
             rank_zero_warn(_SPARSE)
         self.preparation = preparation_in(checkpoint)
+        restore_gates(self, checkpoint)
 
     @override
     def configure_gradient_clipping(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ __all__ = [
     "build_optimizers",
     "fused_if_open",
     "has_scaler",
+    "may_be_fused",
     "restore_fused",
     "unscales_itself",
 ]
@@ -50,6 +52,16 @@ def restore_fused(optimizer: Optimizer) -> None:
 def unscales_itself(trainer: Any, optimizer: Any) -> bool:
     """Return True if gradients are scaled until the optimizer's step."""
     return has_scaler(trainer) and any(group.get("fused") for group in optimizer.param_groups)
+
+
+def may_be_fused(trainer: Any, clips_gates: bool) -> bool:
+    """Return True if gradients need not be clipped that a fused optimizer would have to unscale.
+
+    Lightning refuses to clip in mixed precision, even if it is bfloat16, which scales nothing.
+    """
+    if trainer.gradient_clip_val and isinstance(trainer.precision_plugin, MixedPrecision):
+        return False
+    return not (clips_gates and has_scaler(trainer))
 
 
 def has_scaler(trainer: Any) -> bool:

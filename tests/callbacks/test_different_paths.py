@@ -80,7 +80,7 @@ def test_a_gate_that_does_not_run_in_a_batch_has_no_penalty_in_it(
 
 
 # Those of `PENALTIES` apart, and those that look for other layers.
-ELSEWHERE = {"BudgetController", "MagnitudePruning", "RigL", "RoutingMonitor", "SET"}
+ELSEWHERE = {"AddGates", "BudgetController", "MagnitudePruning", "RigL", "RoutingMonitor", "SET"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - ELSEWHERE))

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from captured_nets import (
@@ -95,3 +96,20 @@ def test_a_fused_optimizer_is_taken_only_where_kernels_are_open() -> None:
         assert fused_if_open(spec) == spec
     spec = {"class_path": "torch.optim.NAdam", "init_args": {"lr": 0.1}}  # there is no fused one
     assert fused_if_open(spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("options", "may_be"),
+    [
+        ({"precision": "bf16-mixed", "gradient_clip_val": 1.0}, False),  # Lightning refuses to clip
+        ({"precision": "bf16-mixed"}, True),
+        ({"gradient_clip_val": 1.0}, True),
+    ],
+)
+def test_a_fused_optimizer_is_not_taken_where_its_gradients_could_not_be_clipped(
+    options: Any, may_be: bool
+) -> None:
+    from dg_lightning.training.optimizers import may_be_fused
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, **options)
+    assert may_be_fused(trainer, clips_gates=True) == may_be

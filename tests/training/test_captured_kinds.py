@@ -12,7 +12,7 @@ from emulated_graphs import emulate
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from dg_lightning import CapturedSteps, GatedClassifier
+from dg_lightning import CapturedSteps, GatedClassifier, add_gates
 from dg_lightning.callbacks import GatePenalty, RoutingMonitor
 from dg_lightning.training.optimizers import restore_fused
 
@@ -124,6 +124,15 @@ def test_what_a_router_records_is_of_its_last_pass(tmp_path: Path) -> None:
         return GatedClassifier(spec, [12], 3, optimizer=adam)
 
     assert_equal(make, tmp_path, lambda: [RoutingMonitor()])
+
+
+def test_gates_of_add_gates_are_captured(tmp_path: Path) -> None:
+    def make() -> Any:
+        module = Own()
+        add_gates(module.net, feed_forward={"kind": "dynamic"}, example=torch.randn(2, 12))
+        return module
+
+    assert_equal(make, tmp_path, lambda: [GatePenalty(0.1)])
 
 
 def test_several_penalties_are_told_apart(tmp_path: Path) -> None:

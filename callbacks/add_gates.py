@@ -1,0 +1,220 @@
+"""Put gates into the model of any LightningModule."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import isclose
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from dg_lightning.arguments import checked
+from dg_lightning.gates.settings import GateSettings, check_gate_settings
+from dg_lightning.surgery import Found, add_gates
+from dg_lightning.surgery.gating import gated_units
+from dg_lightning.surgery.recording import offered_example
+from dg_lightning.training.averaging import has_averages
+
+from ._agreement import state_key
+
+__all__ = ["AddGates"]
+
+_LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+class AddGates(pl.Callback):
+    """Puts gates on feed-forward units, attention heads or channels of somebody's model.
+
+    It does so when the module is complete, and before its optimizers are made. Put it before other
+    callbacks, such as those that average weights.
+
+    Args:
+        feed_forward: Gates on units between linear maps, as plain values: `{"kind": "static"}`.
+        heads: Gates on attention heads, which must be static.
+        channels: Gates on channels between convolutions, which must be static.
+        pairs: Names of two linear maps each, see `add_gates`.
+        only: Name patterns of the maps that read the units; None for all.
+        module: Name of the part of the LightningModule that gets gates; None for all of it.
+        learning_rate: Of the gates, in optimizers that get them; None for that of the weights.
+            Gates have no weight decay.
+        example: What `module` is called with. None for its `example_input_array` or `dummy_inputs`,
+            or, if it has none, for the inputs of the first batch of the DataModule, or of the
+            LightningModule's own loader.
+
+    >>> AddGates(feed_forward={"kind": "static"}).settings["feed_forward"]
+    {'kind': 'static'}
+    """
+
+    @checked
+    def __init__(
+        self,
+        feed_forward: GateSettings | None = None,
+        heads: GateSettings | None = None,
+        channels: GateSettings | None = None,
+        pairs: list[tuple[str, str]] | None = None,
+        only: list[str] | None = None,
+        module: str | None = None,
+        learning_rate: float | None = None,
+        example: Any = None,
+    ) -> None:
+        given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
+        self.settings = {kind: value for kind, value in given.items() if value is not None}
+        if not self.settings:
+            raise ValueError("Say what to gate: `feed_forward`, `heads` or `channels`.")
+        for kind, value in self.settings.items():
+            check_gate_settings(kind, value)
+        for pair in pairs or []:
+            if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_name, pair))):
+                raise ValueError(f"`pairs` must be a list of two names each, got {pair!r}.")
+        tensors: list[torch.Tensor] = []
+        apply_to_collection(example, torch.Tensor, tensors.append)
+        if example is not None and not tensors:
+            raise ValueError(f"`example` must hold a tensor, got {example!r}.")
+        if learning_rate is not None and not learning_rate > 0:
+            raise ValueError(f"`learning_rate` must be above 0, got {learning_rate}.")
+        self.pairs = pairs or []
+        self.only = only
+        self.module = module or ""
+        self.learning_rate = learning_rate
+        self.example = example
+        self._found: Found | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return state_key(self, module=self.module)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # A `GatedClassifier` is loaded from its checkpoint alone, see `restore_gates`.
+        if self._found is None:
+            return {}
+        found = self._found.state()
+        return {"add_gates": {"module": self.module, "settings": self.settings, "found": found}}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _extend(pl_module, "configure_optimizers", partial(self._optimizers, pl_module))
+        add = partial(self._add, trainer, pl_module, stage)
+        # Its own `setup` and `configure_model` come later and may make layers. Otherwise gates must
+        # be there now: callbacks that average weights copy the module in their `setup`.
+        if any(_is_own(pl_module, method) for method in ("setup", "configure_model")):
+            _extend(pl_module, "configure_model", lambda original: (original(), add()))
+        else:
+            add()
+
+    def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        part = pl_module.get_submodule(self.module)
+        if gated_units(part):
+            return  # by an earlier stage of this Trainer, or by hand
+        if has_averages(trainer):
+            raise ValueError(
+                "A callback that averages weights has copied the model before it has got gates: "
+                "put AddGates before it, and make layers in `__init__`."
+            )
+        example = self.example
+        if example is None and offered_example(part) is None and not self.pairs:
+            example = _first_inputs(trainer, pl_module, stage)
+        self._found = add_gates(
+            part, **self.settings, pairs=self.pairs, only=self.only, example=example
+        )
+        rank_zero_info(f"AddGates:\n{self._found}")
+
+    def _optimizers(self, pl_module: pl.LightningModule, original: Callable[[], Any]) -> Any:
+        gates = [gate for _, gate in gated_units(pl_module.get_submodule(self.module)).values()]
+        parameters = {id(p) for gate in gates for p in gate.parameters()}
+        with _groups_of_their_own(parameters, self.learning_rate) as groups:
+            made = original()
+        placed = {id(p) for group in groups for p in group["params"]} & parameters
+        if missing := len(parameters - placed):
+            raise ValueError(
+                f"{missing} of {len(parameters)} parameters of gates are in no optimizer: let "
+                "`configure_optimizers` take the parameters of the whole model."
+            )
+        for group in groups:
+            rates = [group.get(key, group["lr"]) for key in ("lr", "initial_lr", "max_lr")]
+            wanted = self.learning_rate
+            if wanted is not None and not any(isclose(float(rate), wanted) for rate in rates):
+                raise ValueError(
+                    f"A scheduler has set the learning rate of gates to {float(rates[0])}: give it "
+                    f"a rate for each group, or leave out `learning_rate={wanted}`."
+                )
+        return made
+
+
+def _is_name(thing: object) -> bool:
+    return isinstance(thing, str) and bool(thing)
+
+
+def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:
+    """Replace a method of a module once: `around` gets the original, which is back afterwards."""
+    original = getattr(module, method)
+
+    def once() -> Any:
+        vars(module).pop(method, None)
+        return around(original)
+
+    setattr(module, method, once)
+
+
+def _is_own(pl_module: pl.LightningModule, method: str) -> bool:
+    """Return True if somebody's module, not ours, has a method of its own."""
+    home = str(getattr(type(pl_module), method).__module__)
+    return not home.startswith(("lightning.", "dg_lightning.")) or method in vars(pl_module)
+
+
+@contextmanager
+def _groups_of_their_own(
+    parameters: set[int], learning_rate: float | None
+) -> Iterator[list[dict[str, Any]]]:
+    """Let optimizers that are made meanwhile split off some parameters, without weight decay.
+
+    Schedulers then know the groups from their start. Yields the groups that hold the parameters.
+    """
+    groups: list[dict[str, Any]] = []
+    add = Optimizer.add_param_group
+
+    def is_ours(entry: Any) -> bool:  # a parameter, or its name and it
+        return id(entry[1] if isinstance(entry, tuple) else entry) in parameters
+
+    def add_split(self: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        ours = [entry for entry in entries if is_ours(entry)]
+        rest = [entry for entry in entries if not is_ours(entry)]
+        decays = bool({**self.defaults, **param_group}.get("weight_decay"))
+        if not ours or not (decays or learning_rate is not None):
+            add(self, {**param_group, "params": entries})
+        else:
+            if rest:
+                add(self, {**param_group, "params": rest})
+            rate = {} if learning_rate is None else {"lr": learning_rate}
+            decay = {"weight_decay": 0.0} if decays else {}
+            add(self, {**param_group, **rate, **decay, "params": ours})
+        if ours:
+            groups.append(self.param_groups[-1])
+
+    Optimizer.add_param_group = add_split  # type: ignore[method-assign]
+    try:
+        yield groups
+    finally:
+        Optimizer.add_param_group = add  # type: ignore[method-assign]
+
+
+def _first_inputs(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> Any:
+    """Return the inputs of the first batch of a DataModule, or of the module, if it has one."""
+    method = f"{_LOADERS[stage]}_dataloader"
+    source: Any = getattr(trainer, "datamodule", None) or pl_module
+    if source is pl_module and not is_overridden(method, pl_module):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(getattr(source, method)()))
+    batch = pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
+    return batch[0] if isinstance(batch, list | tuple) else batch

@@ -1,0 +1,24 @@
+"""Surgery: gates put into other people's models, and taken out again.
+
+`find_units` runs a model on an example and says what can be gated. `add_gates` puts gates in, which
+callbacks then train. `remove_gates` takes them out; `compact` takes out what they close, too.
+"""
+
+from .compaction import Compact, compact
+from .finding import Found, find_units
+from .gating import add_gates, remove_gates, restore_gates
+from .probing import Units
+from .saving import load_compact, save_compact
+
+__all__ = [
+    "Compact",
+    "Found",
+    "Units",
+    "add_gates",
+    "compact",
+    "find_units",
+    "load_compact",
+    "remove_gates",
+    "restore_gates",
+    "save_compact",
+]

@@ -1,0 +1,217 @@
+"""Finds units, heads and channels in a model by running it, whatever its classes are called.
+
+Units lie between linear maps: some maps make them, one map reads them. Autograd says which outputs
+of the makers each input of the reader depends on. Inputs that depend on disjoint sets of outputs
+can be closed independently: single units of a feed-forward or channels of a convolution, or blocks
+of inputs, such as the heads of attention or, where several heads share keys, groups of heads.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dg_lightning.compute.macs import gate_submodules
+from dg_lightning.compute.maps import is_linear_map, unit_axis
+from dg_lightning.gates import gate_layers
+from dg_lightning.surgery.probing import Probe, Units
+from dg_lightning.surgery.recording import Call, Recording, record
+
+__all__ = ["Found", "find_units"]
+
+_SCALES = (1.0, 30.0)  # of noise
+_ROUNDS = 24  # runs with other noise, for units that were inactive before
+_REASONS = 6  # that are printed
+
+
+@dataclass(frozen=True)
+class Found:
+    """What can be gated in a model, and why the inputs of other maps cannot, by the maps' names."""
+
+    units: dict[str, Units]
+    left_alone: dict[str, str]
+    positions: dict[str, int]  # how often each map runs for a sample
+
+    def state(self) -> dict[str, Any]:
+        """Return it as plain values and tensors, without reasons, for a checkpoint."""
+        units = {name: {**vars(u), "between": list(u.between)} for name, u in self.units.items()}
+        return {"units": units, "positions": self.positions}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Found":
+        """Return what `state` has returned."""
+        units = {
+            n: Units(**{**u, "between": tuple(u["between"])}) for n, u in state["units"].items()
+        }
+        return cls(units, {}, dict(state["positions"]))
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {units}" for name, units in self.units.items()]
+        return "\n".join([*lines, *self.reasons()])
+
+    def reasons(self) -> list[str]:
+        """Return a line for each map that was left alone, at most a few for one reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_alone.items():
+            by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{', '.join(names[:_REASONS])}{' ...' if len(names) > _REASONS else ''}: left alone, "
+            f"{reason}"
+            for reason, names in by_reason.items()
+        ]
+
+
+@torch.enable_grad()
+def find_units(model: nn.Module, example: Any = None) -> Found:
+    """Return what can be gated in a model. The model is left as it was.
+
+    Args:
+        model: The model. It is run in evaluation mode, without dropout.
+        example: What it is called with: a tensor, a tuple, or a dict by name. None for its
+            `example_input_array` (Lightning) or `dummy_inputs` (Hugging Face).
+
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> print(find_units(net, torch.randn(2, 8)))
+    2: 4 units, made by 0
+    0: left alone, it reads the model's input
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where nothing can be run: give it "
+            "weights first."
+        )
+    probes: dict[str, Probe] = {}
+    left_alone: dict[str, str | None] = {}
+    for seed in range(_ROUNDS):
+        # Some units are mixed only where they are large.
+        recording = record(model, example, seed, noise_scale=_SCALES[seed % len(_SCALES)])
+        graph = _Graph(model, recording)
+        for call in graph.maps:
+            left_alone[call.name] = left_alone.get(call.name) or graph.why_not(call)
+            if left_alone[call.name] is None:
+                sources = graph.sources(call)
+                probes.setdefault(call.name, Probe(call, sources)).look(call, sources)
+        if seed + 1 >= len(_SCALES) and all(probe.done for probe in probes.values()):
+            break
+    probes = {name: probe for name, probe in probes.items() if left_alone[name] is None}
+    left_alone |= {name: probe.why_not() for name, probe in probes.items()}
+    left_alone |= _not_run(model, graph)
+    batch = recording.batch
+    return Found(
+        {
+            call.name: probes[call.name].units(graph.between(call))
+            for call in graph.maps
+            if call.name in probes and probes[call.name].why_not() is None
+        },
+        {name: reason for name, reason in left_alone.items() if reason is not None},
+        {call.name: _positions(call, batch) for call in graph.maps},
+    )
+
+
+class _Graph:
+    """What reads what in a recording."""
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self._model = model
+        self.maps = [call for call in recording.calls if call.x is not None]
+        self._calls = [call.name for call in recording.calls]
+        self._by_leaf = {id(call.leaf): call for call in recording.calls}
+        self._inputs = {id(leaf) for leaf in recording.inputs}
+        self._behind = {id(call): _nodes_behind([call.x]) for call in self.maps}
+        self._in_output = _leaves(_nodes_behind(recording.outputs))
+        self._others = recording.others
+        self._gated = {
+            consumer: name
+            for name, gate in gate_layers(model, required=False).items()
+            for consumer in gate.feeds.consumers
+        }
+        self._tied = _tied_modules(model)
+
+    def sources(self, call: Call) -> list[Call]:
+        """Return the calls whose outputs a map's input depends on."""
+        leaves = _leaves(self._behind[id(call)])
+        return [self._by_leaf[leaf] for leaf in self._by_leaf if leaf in leaves]
+
+    def between(self, call: Call) -> dict[str, nn.Module]:
+        """Return the modules with weights on the way to a map's input."""
+        behind = self._behind[id(call)]
+        return {
+            name: self._model.get_submodule(name)
+            for name, output in self._others
+            if output.grad_fn in behind
+        }
+
+    def why_not(self, call: Call) -> str | None:
+        """Return why the inputs of a map are no units of their own; None if they may be."""
+        sources = self.sources(call)
+        if call.module in self._gated:
+            return "it has a gate already"
+        if _leaves(self._behind[id(call)]) & self._inputs:
+            return "it reads the model's input"
+        if embeddings := [s.name for s in sources if s.x is None]:
+            return f"it reads {embeddings[0]}, an embedding"
+        if not sources:
+            return "it reads no other map"
+        for part in (call, *sources):
+            if self._calls.count(part.name) > 1:
+                return f"{part.name} runs several times in a pass"
+            if part.module in self._tied:
+                return f"the weight of {part.name} is tied to another module's"
+        for source in sources:
+            others = [m.name for m in self.maps if m is not call and source in self.sources(m)]
+            if id(source.leaf) in self._in_output:
+                others.append("the model's output")
+            if others:
+                return "what it reads is read elsewhere too, as in a residual stream"
+        return None
+
+
+def _not_run(model: nn.Module, graph: _Graph) -> dict[str, str | None]:
+    """Return why some maps could not be seen."""
+    ran, inside = {call.module for call in graph.maps}, gate_submodules(model)
+    reasons: dict[str, str | None] = {}
+    for name, child in model.named_modules():
+        if callable(getattr(child, "weight", None)):
+            reasons[name] = "its weight is quantized"
+        elif is_linear_map(child) and child not in ran | inside:
+            reasons[name] = "it did not run as a module: its weight is used by others, if at all"
+    return reasons
+
+
+def _nodes_behind(starts: Iterable[Tensor | None]) -> set[Any]:
+    """Return the nodes of the graphs behind tensors."""
+    seen: set[Any] = set()
+    pending = [_node(tensor) for tensor in starts if tensor is not None]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return seen
+
+
+def _node(tensor: Tensor) -> Any:
+    """Return the node of a tensor; for a leaf, the one that adds up its gradients."""
+    if tensor.requires_grad and tensor.grad_fn is None:
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return tensor.grad_fn
+
+
+def _leaves(nodes: Iterable[Any]) -> set[int]:
+    return {id(node.variable) for node in nodes if hasattr(node, "variable")}
+
+
+def _tied_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that share a parameter with another."""
+    owners: dict[int, list[nn.Module]] = {}
+    for child in model.modules():
+        for parameter in child.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(child)
+    return {child for shared in owners.values() if len(shared) > 1 for child in shared}
+
+
+def _positions(call: Call, batch: int) -> int:
+    outputs = call.leaf.shape[unit_axis(call.module)]
+    return max(call.leaf.numel() // (outputs * batch), 1)

@@ -1,0 +1,265 @@
+"""Gates on the units of any model: they live beside its modules and act through hooks."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dg_lightning.compute.maps import as_matrix, is_linear_map, set_positions, unit_axis
+from dg_lightning.gates import Feeds, Gate, GateSettings, make_gate
+from dg_lightning.gates.protocol import matching
+from dg_lightning.surgery.finding import Found, find_units
+from dg_lightning.surgery.probing import Units
+from dg_lightning.surgery.recording import first_tensor
+
+__all__ = ["add_gates", "gated_units", "put_gates", "remove_gates", "restore_gates"]
+
+_GATE = "dg_gate"  # the attribute of a map under which the gate of its inputs lives
+_NESTED = "dg_use_nested_tensor"  # what a TransformerEncoder had before
+
+
+class Hooks:
+    """What a gate does in a forward pass of somebody's model.
+
+    A static gate is applied to the consumer's input. A gate that looks at the input decides when
+    its producer is called, on the producer's input.
+
+    Args:
+        gate: The gate, which knows the maps around it.
+        units: What it gates.
+        between: The modules with weights between the maps.
+    """
+
+    def __init__(self, gate: Gate, units: Units, between: list[nn.Module]) -> None:
+        self.gate = gate
+        self.units = units
+        self.between = between
+        producer, (consumer,) = gate.feeds.producer, gate.feeds.consumers
+        self.axis = unit_axis(consumer)
+        self._open: Tensor | None = None
+        self.handles = [consumer.register_forward_pre_hook(self.close, with_kwargs=True)]
+        if producer is not None and gate.input_dependent:
+            decide = producer.register_forward_pre_hook(self.decide, with_kwargs=True)
+            self.handles.append(decide)
+
+    def decide(self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide by the producer's input."""
+        self._open = self.gate(first_tensor(args, kwargs))
+
+    def close(
+        self, consumer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Multiply the consumer's input by the gate."""
+        x = first_tensor(args, kwargs)
+        spatial = -1 - self.axis
+        if self.gate.input_dependent:
+            factor = self._open
+            assert factor is not None
+        else:
+            factor = self.gate(x.flatten(self.axis + 1)[..., 0] if spatial else x)
+        for _ in range(spatial):
+            factor = factor.unsqueeze(-1)
+        factor = factor.to(x.dtype)
+        if args:
+            return (x * factor, *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: x * factor}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}  # with a graph it can be neither copied nor pickled
+
+
+def add_gates(
+    model: nn.Module,
+    *,
+    feed_forward: GateSettings | None = None,
+    heads: GateSettings | None = None,
+    channels: GateSettings | None = None,
+    pairs: Sequence[tuple[str, str]] = (),
+    only: Sequence[str] | None = None,
+    example: Any = None,
+) -> Found:
+    """Put gates on the units, attention heads or channels of a model, however it is built.
+
+    Nothing of the model is replaced: its modules, its class and the keys of its state dict stay. A
+    gate lives under the map that reads its units (`<map>.dg_gate`) and acts through hooks. While
+    all gates are open, outputs are the same bits as before. Callbacks, ledger and penalties find
+    them as they find the gates of our own nets.
+
+    Args:
+        model: The model, a LightningModule or any other.
+        feed_forward: Gates on units between two linear maps, as plain values: `{"kind": "static"}`.
+        heads: Gates on attention heads, which must be static.
+        channels: Gates on channels between convolutions, which must be static.
+        pairs: Names of two maps each: the first makes units, the second reads them. Only these get
+            gates, those of `feed_forward`, whatever lies between them; nothing is looked for, and
+            only the second map is known to save compute.
+        only: Name patterns of the maps that read the units; None for all.
+        example: What the model is called with, see `find_units`.
+
+    Returns:
+        What has got gates, and what was left alone, with reasons.
+
+    >>> from dg_lightning import gate_layers
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> print(add_gates(net, feed_forward={"kind": "static"}, example=torch.randn(2, 8)))
+    2: 4 units, made by 0
+    0: left alone, it reads the model's input
+    >>> list(gate_layers(net))
+    ['2.dg_gate']
+    """
+    given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
+    settings = {kind: value for kind, value in given.items() if value is not None}
+    if not settings:
+        raise ValueError("Say what to gate: `feed_forward`, `heads` or `channels`.")
+    if already := gated_units(model):
+        raise ValueError(
+            f"{type(model).__name__} has gates already, as at {next(iter(already))}: give all "
+            "settings at once, or take them out first (`remove_gates`)."
+        )
+    if pairs:
+        found = Found({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
+    else:
+        found = find_units(model, example)
+    units = {name: u for name, u in found.units.items() if u.kind in settings}
+    missing = [kind for kind in settings if not any(u.kind == kind for u in units.values())]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no {' and no '.join(missing)} to gate: "
+            f"{'; '.join(found.reasons()) or 'no linear map ran'}."
+        )
+    units = matching(units, only, "map with units to gate")
+    found = Found(units, found.left_alone, found.positions)
+    put_gates(model, found, settings)
+    return found
+
+
+def put_gates(model: nn.Module, found: Found, settings: Mapping[str, GateSettings]) -> None:
+    """Put gates on the units that were found, with the settings of their kind."""
+    gates = {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
+    for name, gate in gates.items():
+        _attach(model, found.units[name], gate)
+    for name, count in found.positions.items():
+        set_positions(model.get_submodule(name), count)
+    for child in model.modules():
+        if isinstance(child, nn.TransformerEncoder):
+            # Nested tensors, which it makes of padded ones, cannot be multiplied by gates.
+            vars(child)[_NESTED] = child.use_nested_tensor
+            child.use_nested_tensor = False
+    _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """Let compiled code be compiled again: it does not look whether modules have got hooks."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
+    widths = []
+    for name, axis in ((producer, 0), (consumer, 1)):
+        module: Any = dict(model.named_modules()).get(name)
+        if module is None or not is_linear_map(module):
+            raise ValueError(f"`pairs` names {name!r}, which is no linear map of the model.")
+        widths.append(as_matrix(module, module.weight).shape[axis])
+    if widths[0] != widths[1]:
+        raise ValueError(
+            f"`pairs` names {producer!r} with {widths[0]} outputs and {consumer!r} with "
+            f"{widths[1]} inputs: they must be equal."
+        )
+    rows = {producer: torch.arange(widths[0], device="cpu")}
+    return Units("feed_forward", rows, consumer, widths[0], 1, True, is_known=False)
+
+
+def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
+    producer: Any = model.get_submodule(next(iter(units.producers)))
+    size = settings.get("block_size", 1) * units.block_size
+    inputs = as_matrix(producer, producer.weight).shape[1]
+    gate = make_gate(
+        {**settings, "block_size": size},
+        inputs,
+        units.size,
+        producer.weight.device,
+        producer.weight.dtype,
+    )
+    if gate.input_dependent and not (units.kind == "feed_forward" and units.by_position):
+        raise ValueError(
+            f"The {units.kind} of {units.consumer} cannot be decided by the input, position by "
+            "position: take static gates."
+        )
+    return gate
+
+
+def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
+    consumer = model.get_submodule(units.consumer)
+    rows = {
+        model.get_submodule(name): blocks // (gate.block_size // units.block_size)
+        for name, blocks in units.producers.items()
+    }
+    producer, *partners = rows
+    in_order = torch.arange(units.size, device="cpu") // gate.block_size
+    gate.feeds = Feeds(
+        producer,
+        skips_rows=units.is_known,
+        consumers=(consumer,),
+        partners=tuple(partners),
+        rows={module: row for module, row in rows.items() if not torch.equal(row, in_order)},
+        scales_between=units.kind == "heads" or bool(units.between),
+    )
+    gate.train(consumer.training)
+    consumer.add_module(_GATE, gate)
+    between = [model.get_submodule(name) for name in units.between]
+    vars(gate)["hooks"] = Hooks(gate, units, between)
+
+
+def remove_gates(model: nn.Module) -> None:
+    """Take out what `add_gates` has put in: the model is as it was, with the weights of now."""
+    if not gated_units(model):
+        raise ValueError(f"{type(model).__name__} has no gates of `add_gates`.")
+    for child in list(model.modules()):
+        gate = dict(child.named_children()).get(_GATE)
+        if isinstance(gate, Gate):
+            for handle in vars(gate)["hooks"].handles:
+                handle.remove()
+            delattr(child, _GATE)
+        set_positions(child, None)
+        if _NESTED in vars(child):
+            child.use_nested_tensor = vars(child).pop(_NESTED)
+    _forget_compiled()
+
+
+def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Put the gates into a model that the callback AddGates had when a checkpoint was saved."""
+    for state in checkpoint.get("callbacks", {}).values():
+        saved = state.get("add_gates") if isinstance(state, dict) else None
+        if saved is not None:
+            part = model.get_submodule(saved["module"])
+            if not gated_units(part):
+                put_gates(part, Found.from_state(saved["found"]), saved["settings"])
+
+
+def gated_units(model: nn.Module) -> dict[str, tuple[Units, Gate]]:
+    """Return what `add_gates` has gated, by the maps that read the units.
+
+    Names are those of now: gates may have been put into a larger model, or a part may be compiled.
+    """
+    names = {child: name for name, child in model.named_modules()}
+    found = {}
+    for child, name in names.items():
+        gate = dict(child.named_children()).get(_GATE)
+        if isinstance(gate, Gate):
+            hooks: Hooks = vars(gate)["hooks"]
+            rows = zip(gate.feeds.producers, hooks.units.producers.values(), strict=True)
+            found[name] = (
+                replace(
+                    hooks.units,
+                    producers={names[producer]: blocks for producer, blocks in rows},
+                    consumer=name,
+                    between=tuple(names[module] for module in hooks.between),
+                ),
+                gate,
+            )
+    return found

@@ -1,0 +1,188 @@
+"""One run of a model, cut at its linear maps, so that autograd tells what reads what."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from dg_lightning.compute.macs import gate_submodules
+from dg_lightning.compute.maps import is_linear_map
+
+__all__ = [
+    "Call",
+    "Recording",
+    "arguments_of",
+    "call_model",
+    "first_tensor",
+    "offered_example",
+    "record",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a linear map or an embedding.
+
+    Args:
+        name: Name of the module.
+        module: The module.
+        x: What it read; None for an embedding.
+        leaf: What it returned, as a leaf of the graphs behind it.
+    """
+
+    name: str
+    module: Any
+    x: Tensor | None
+    leaf: Tensor
+
+
+@dataclass
+class Recording:
+    """What happened in one run of a model."""
+
+    calls: list[Call] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)  # of the model, as leaves
+    outputs: list[Tensor] = field(default_factory=list)
+    others: list[tuple[str, Tensor]] = field(default_factory=list)  # other modules with weights
+
+    @property
+    def batch(self) -> int:
+        """The number of samples, taken for the first axis of the first input."""
+        return len(self.inputs[0]) if self.inputs and self.inputs[0].ndim else 1
+
+
+def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments to call a model with, from an example or what the model offers."""
+    example = offered_example(model) if example is None else example
+    if example is None:
+        raise ValueError(
+            f"{type(model).__name__} must be run once to see how its layers are connected: give "
+            "an `example` of what it is called with (a tensor, a tuple, or a dict by name)."
+        )
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
+def offered_example(model: nn.Module) -> Any:
+    """Return the example that a model offers itself, as in Lightning and Hugging Face, if any."""
+    dummy: Any = getattr(model, "dummy_inputs", None)
+    name = getattr(model, "main_input_name", None)  # those of a vision model may be of a text model
+    fits = name is None or (isinstance(dummy, Mapping) and name in dummy)
+    example = getattr(model, "example_input_array", None)
+    return dummy if example is None and fits else example
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the first argument of a call, by position or by name."""
+    first: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return first
+
+
+def call_model(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Tensor]:
+    """Run a model in evaluation mode, leave it as it was, and return the tensors it returns."""
+    outputs: list[Tensor] = []
+    with _evaluating(model):
+        apply_to_collection(model(*args, **(kwargs or {})), Tensor, outputs.append)
+    return [output for output in outputs if output.is_floating_point()]
+
+
+def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1.0) -> Recording:
+    """Run a model once, in evaluation mode, and leave it as it was.
+
+    Every linear map returns a leaf with a little noise in place of its output, so graphs end at
+    maps. Noise makes units differ, whatever the example.
+
+    Args:
+        model: The model.
+        example: What it is called with.
+        seed: Of the noise.
+        noise_scale: Of the noise, in standard deviations of what a map returns.
+    """
+    args, kwargs = arguments_of(model, example)
+    recording = Recording()
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def as_leaf(tensor: Tensor) -> Tensor:
+        device = tensor.device
+        generator = generators.setdefault(device, torch.Generator(device).manual_seed(seed))
+        noise = torch.randn(tensor.shape, generator=generator, device=device)
+        size = tensor.float().std(unbiased=False)
+        noisy = tensor.float() + noise * torch.where(size > 0, size, 1.0) * noise_scale
+        return noisy.to(tensor.dtype).detach().requires_grad_()
+
+    def input_leaf(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().clone()
+        recording.inputs.append(leaf)
+        return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+    def on_map(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} runs without gradients, so it cannot be seen how layers are connected."
+            )
+        leaf = as_leaf(output)
+        x = None if isinstance(module, nn.Embedding) else first_tensor(args, kwargs)
+        recording.calls.append(Call(name, module, x, leaf))
+        return leaf.clone()  # which may be changed in place
+
+    def on_other(name: str, output: Any) -> None:
+        if isinstance(output, Tensor):
+            recording.others.append((name, output))
+
+    handles = []
+    inside = gate_submodules(model)
+    for name, child in model.named_modules():
+        if child in inside:
+            continue
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if is_linear_map(child) or isinstance(child, nn.Embedding):
+
+            def hook(module: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> Tensor:
+                return on_map(name, module, args, kwargs, out)
+
+            handles.append(child.register_forward_hook(hook, with_kwargs=True))
+        elif own and not any(map(is_linear_map, child.modules())):
+
+            def watch(module: Any, args: Any, out: Any, name: str = name) -> None:
+                on_other(name, out)
+
+            handles.append(child.register_forward_hook(watch))
+    try:
+        with _evaluating(model), torch.enable_grad():
+            args, kwargs = apply_to_collection((args, kwargs), Tensor, input_leaf)
+            apply_to_collection(model(*args, **kwargs), Tensor, recording.outputs.append)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not recording.outputs:
+        raise ValueError(f"{type(model).__name__} returned no tensor for the example.")
+    return recording
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode with parameters that need no gradient, for a while."""
+    modes = [(child, child.training) for child in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count in evaluation
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for child, _ in modes:
+            child.training = False
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    finally:
+        for child, training in modes:
+            child.training = training
+        for parameter, required in flags:
+            parameter.requires_grad_(required)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # behind the back of graphs, which need it for gradients

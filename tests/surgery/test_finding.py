@@ -1,0 +1,271 @@
+"""Units are found by what a model does, and the model is left as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import GroupedAttention
+
+from dg_lightning import GatedMLP
+from dg_lightning.surgery import find_units
+
+X = torch.randn(3, 8)
+
+
+class SwiGLU(nn.Module):
+    """A feed-forward of gated units beside a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        out: Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+class Fused(nn.Module):
+    """Gated units whose two halves come from one map, interleaved or one after the other."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+        self.interleaved = interleaved
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.both(x)
+        a, b = (h[..., ::2], h[..., 1::2]) if self.interleaved else h.chunk(2, -1)
+        out: Tensor = self.down(a.sigmoid() * b)
+        return out
+
+
+class Reads(nn.Module):
+    """Two maps with something between them."""
+
+    def __init__(self, between: Any, back: Any = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between, self.back = between, back or (lambda x, h, y: y)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.back(x, h, self.second(self.between(h)))
+
+
+class Twice(Reads):
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.second(self.first(x)).relu())
+
+
+class Adds(Reads):
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.between(self.first(x)) + x)
+
+
+class Tied(Reads):
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.other = nn.Linear(8, 8)
+        self.other.weight = self.second.weight
+
+
+def test_every_pair_of_a_chain_is_found() -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    found = find_units(net, X)
+    assert [(u.kind, list(u.producers), u.blocks) for u in found.units.values()] == [
+        ("feed_forward", ["0"], 4),
+        ("feed_forward", ["2"], 6),
+    ]
+    assert found.left_alone == {"0": "it reads the model's input"}
+    assert found.positions == {"0": 1, "2": 1, "4": 1}
+
+
+def test_both_makers_of_gated_units_are_found() -> None:
+    (units,) = find_units(SwiGLU(), X).units.values()
+    assert list(units.producers) == ["gate", "up"]
+    assert units.by_position
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_halves_of_a_fused_map_are_told_apart(interleaved: bool) -> None:
+    (units,) = find_units(Fused(interleaved), X).units.values()
+    expected = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] if interleaved else [*range(6), *range(6)]
+    assert units.producers["both"].tolist() == expected
+
+
+def test_units_in_another_order_keep_their_names() -> None:
+    (units,) = find_units(Reads(lambda h: h.relu().flip(-1)), X).units.values()
+    assert units.producers["first"].tolist() == [*reversed(range(8))]
+
+
+def test_heads_that_share_keys_close_together() -> None:
+    (units,) = find_units(GroupedAttention(), torch.randn(2, 5, 8)).units.values()
+    assert (units.kind, units.blocks, units.block_size) == ("heads", 2, 4)
+    assert units.producers["q"].tolist() == [0] * 4 + [1] * 4
+    assert units.producers["kv"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert not units.by_position
+
+
+def test_channels_go_through_pooling_and_flattening() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
+    (units,) = find_units(net, torch.randn(2, 3, 6, 6)).units.values()
+    assert (units.kind, units.blocks, units.block_size) == ("channels", 4, 4)
+    assert units.between == ("1",)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 8), torch.ones(1, 8), torch.randn(8)])
+def test_any_example_will_do(example: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
+    (units,) = find_units(net, example).units.values()
+    assert units.producers["0"].tolist() == [*range(64)]
+
+
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (Reads(nn.LayerNorm(8)), "units are mixed on the way to it"),
+        (Reads(lambda h: h.softmax(-1)), "units are mixed on the way to it"),
+        (Reads(lambda h: h - h.mean(-1, keepdim=True)), "units are mixed on the way to it"),
+        (Reads(torch.relu, lambda x, h, y: y + h), "what it reads is read elsewhere too"),
+        (Reads(torch.relu, lambda x, h, y: (y, {"h": h})), "what it reads is read elsewhere too"),
+        (Twice(None), "second runs several times in a pass"),
+        (Reads(torch.detach), "it reads no other map"),
+        (Adds(torch.relu), "it reads the model's input"),
+        (Reads(lambda h: h * (torch.arange(8) < 4)), "this example does not tell"),
+        (Tied(), "the weight of second is tied to another module's"),
+    ],
+)
+def test_what_is_left_alone_has_a_reason(net: nn.Module, reason: str) -> None:
+    found = find_units(net, X)
+    assert not found.units
+    assert reason in found.left_alone["second"]
+
+
+def test_maps_that_cannot_be_seen_are_named() -> None:
+    net = nn.MultiheadAttention(8, 2, batch_first=True)
+    found = find_units(net, (X[None], X[None], X[None]))
+    assert "did not run as a module" in found.left_alone["out_proj"]
+    plain: Any = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    quantized = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
+    assert find_units(quantized, X).left_alone["2"] == "its weight is quantized"
+
+
+def test_the_maps_of_gates_are_no_maps_of_the_net() -> None:
+    net = GatedMLP(8, [6], 2, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
+    found = find_units(net, X)
+    assert found.left_alone["output"] == "it has a gate already"
+    assert not any("gate" in name for name in found.left_alone)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].weight.requires_grad_(False)
+    net[1].eval()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert find_units(net, X).units
+    assert torch.equal(torch.rand(1), expected)
+    assert [child.training for child in net] == [True, False, True, True]
+    assert [p.requires_grad for p in net.parameters()] == [False, True, True, True, True, True]
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None and not m._forward_hooks for m in net for p in m.parameters())
+
+
+def test_an_error_in_the_model_leaves_no_hook_behind() -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(5, 2))
+    with pytest.raises(RuntimeError):
+        find_units(net, X)
+    assert net.training
+    assert not any(child._forward_hooks for child in net)
+
+
+def test_an_example_is_taken_from_the_model_or_asked_for() -> None:
+    net: Any = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match=r"Sequential must be run once .* give an `example`"):
+        find_units(net)
+    net.example_input_array = X
+    assert find_units(net).units
+    del net.example_input_array
+    net.dummy_inputs = {"input": X}
+    assert find_units(net).units
+
+
+def clipped(h: Tensor) -> Tensor:
+    length: Tensor = h.norm(dim=-1, keepdim=True)
+    return h / length.clamp(min=3)
+
+
+class Branches(nn.Module):
+    """Takes another path every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other, self.second = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 2)
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.turn += 1
+        if self.turn % 2:
+            h = h + self.other(x)
+        out: Tensor = self.second(h.relu())
+        return out
+
+
+class Counts(nn.Module):
+    """Keeps a mean of what it sees, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        out: Tensor = self.second(h.relu())
+        return out
+
+
+def test_units_that_are_mixed_only_where_they_are_large_are_seen() -> None:
+    found = find_units(Reads(clipped), torch.zeros(2, 8))
+    assert "units are mixed" in found.left_alone["second"]
+
+
+def test_a_path_that_depends_on_the_input_is_left_alone() -> None:
+    found = find_units(Branches(), X)
+    assert found.left_alone["second"] == "what it reads depends on the input"
+
+
+def test_what_a_model_counts_is_as_before() -> None:
+    net = Counts()
+    assert find_units(net, X).units
+    assert not net.mean.any()
+
+
+def test_later_positions_that_need_earlier_ones_are_not_decided_by_position() -> None:
+    (units,) = find_units(Reads(lambda h: h.relu().cumsum(1)), torch.randn(2, 5, 8)).units.values()
+    assert not units.by_position
+
+
+def test_weights_that_are_made_of_others_are_no_maps() -> None:
+    net = Reads(torch.relu)
+    nn.utils.parametrizations.weight_norm(net.second)
+    found = find_units(net, X)
+    assert not found.units
+    torch.nn.utils.prune.l1_unstructured(net.first, "weight", amount=0.3)
+    assert not find_units(net, X).units

@@ -1,0 +1,246 @@
+"""Closed units leave the model, and nothing else changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import GroupedAttention, run
+
+from dg_lightning import add_gates, gate_layers
+from dg_lightning.layers import VisionTransformer
+from dg_lightning.surgery import compact, load_compact, save_compact
+
+STATIC: Any = {"kind": "static"}
+SCALED: Any = {"kind": "static", "scale": "probability"}
+X = torch.randn(4, 8)
+
+
+def mlp() -> Any:
+    return nn.Sequential(
+        nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 2)
+    ).eval()
+
+
+def gated(net: Any, x: Tensor = X, **settings: Any) -> Any:
+    add_gates(net, **(settings or {"feed_forward": STATIC}), example=x)
+    for gate in gate_layers(net).values():
+        gate.logit.data[1::2] = -1.0  # type: ignore[attr-defined]
+    return net
+
+
+@pytest.mark.parametrize("settings", [STATIC, SCALED])
+def test_the_small_model_computes_the_same(settings: Any) -> None:
+    net = gated(mlp(), feed_forward=settings)
+    result: Any = compact(net, X)
+    torch.testing.assert_close(result.model(X), net(X))
+    assert result.units == {"3": (6, 3), "5": (4, 2)}
+    assert (result.model[0].out_features, result.model[1].num_features) == (3, 3)
+    assert not result.notes
+    assert not gate_layers(result.model, required=False)
+    assert net[0].out_features == 6  # the original is as it was
+    other = torch.randn(7, 8)
+    torch.testing.assert_close(result.model(other), net(other))
+
+
+def test_a_number_of_heads_is_followed_where_the_class_has_one() -> None:
+    x = torch.randn(2, 5, 8)
+    net = gated(GroupedAttention(), x, heads=STATIC)
+    result: Any = compact(net, x)
+    torch.testing.assert_close(result.model(x), net(x))
+    assert result.units == {"out": (2, 1)}
+    assert (result.model.q.out_features, result.model.kv.out_features) == (4, 4)
+    assert (result.model.heads, result.model.groups) == (2, 1)
+    longer = torch.randn(3, 9, 8)
+    torch.testing.assert_close(result.model(longer), net(longer))
+
+
+class Stubborn(GroupedAttention):
+    """Attention with a number that is written into its code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.q.out_features != 8:
+            raise RuntimeError("8 it is.")
+        return super().forward(x)
+
+
+def test_what_cannot_be_taken_out_stays_and_is_noted() -> None:
+    x = torch.randn(2, 5, 8)
+    net = gated(Stubborn(), x, heads=STATIC)
+    result: Any = compact(net, x)
+    torch.testing.assert_close(result.model(x), net(x))
+    assert result.model.q.out_features == 8
+    assert result.model.heads == 4
+    assert "1 closed heads stay, as weights of 0" in result.notes[0]
+    assert not result.units
+    assert not result.attributes
+
+
+def test_a_layer_keeps_one_unit_and_widths_are_rounded_up() -> None:
+    net = mlp()
+    add_gates(net, feed_forward=STATIC, example=X)
+    net[3].dg_gate.logit.data[:] = -1.0
+    net[5].dg_gate.logit.data[3:] = -1.0
+    result = compact(net, X)
+    assert result.units == {"3": (6, 1), "5": (4, 3)}
+    torch.testing.assert_close(result.model(X), net(X))
+    rounded = compact(net, X, multiple=4)
+    assert rounded.units == {"3": (6, 4)}
+    torch.testing.assert_close(rounded.model(X), net(X))
+
+
+def test_training_goes_on_with_the_state_of_the_optimizer() -> None:
+    net = gated(mlp())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(3):
+        net(X).square().mean().backward()
+        for gate in gate_layers(net).values():
+            gate.logit.grad = None  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    result: Any = compact(net, X)
+    after = torch.optim.Adam(result.model.parameters(), lr=0.01)
+    result.carry_state(net, optimizer, after)
+    for model, stepped in ((net, optimizer), (result.model, after)):
+        model(X).square().mean().backward()
+        stepped.step()
+    torch.testing.assert_close(result.model[0].weight, net[0].weight[::2])
+    torch.testing.assert_close(result.model[3].weight, net[3].weight[::2, ::2])
+    torch.testing.assert_close(result.model(X), net(X))
+
+
+def test_files_rebuild_it_from_the_users_constructor(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return VisionTransformer([3, 8, 8], 4, width=12, depth=2, heads=3).eval()
+
+    x = torch.randn(2, 3, 8, 8)
+    net = gated(build(), x, feed_forward=STATIC, heads=STATIC)
+    result = compact(net, x)
+    save_compact(result, tmp_path / "small.safetensors")
+    loaded = load_compact(build, tmp_path / "small.safetensors")
+    assert type(loaded) is VisionTransformer
+    assert torch.equal(loaded(x), result.model(x))
+    torch.testing.assert_close(loaded(x), net(x))
+    program = torch.export.export(loaded, (x,))
+    torch.testing.assert_close(program.module()(x), loaded(x))
+
+
+def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_compact(compact(gated(mlp()), X), tmp_path / "small.safetensors")
+    with pytest.raises(ValueError, match="has a 3, which Sequential lacks"):
+        load_compact(lambda: nn.Sequential(nn.Linear(8, 6)), tmp_path / "small.safetensors")
+    (tmp_path / "small.safetensors.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the recipe of a compact model"):
+        load_compact(mlp, tmp_path / "small.safetensors")
+
+
+def test_only_static_gates_tell_what_is_never_needed() -> None:
+    with pytest.raises(ValueError, match="has no gates"):
+        compact(mlp(), X)
+    net = mlp()
+    dynamic: Any = {"kind": "dynamic"}
+    add_gates(net, feed_forward=dynamic, example=X)
+    with pytest.raises(ValueError, match="The gate of 3 looks at the input"):
+        compact(net, X)
+
+
+def test_a_part_of_a_gated_model_can_be_made_compact() -> None:
+    whole = nn.ModuleDict({"net": mlp()})
+    net: Any = whole["net"]
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out
+
+    outer = gated(Outer())
+    result = compact(outer.net, X)
+    assert result.units == {"3": (6, 3), "5": (4, 2)}
+    torch.testing.assert_close(run(result.model, X)[0], run(outer, X)[0])
+
+
+class Masked(nn.Module):
+    """A branch that hardly counts, and outputs of which one is masked by a very large number."""
+
+    def __init__(self, value: float, scale: float) -> None:
+        super().__init__()
+        self.attention = GroupedAttention()
+        self.value, self.scale = value, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.scale * self.attention(x)
+        return out.masked_fill(torch.arange(8) == 3, self.value)
+
+
+@pytest.mark.parametrize("value", [-1e9, float("-inf")])
+@pytest.mark.parametrize("scale", [1.0, 1e-7])
+def test_numbers_of_heads_are_found_whatever_the_scale(value: float, scale: float) -> None:
+    x = torch.randn(2, 5, 8)
+    result: Any = compact(gated(Masked(value, scale), x, heads=STATIC), x)
+    assert (result.model.attention.heads, result.model.attention.groups) == (2, 1)
+
+
+def test_numbers_that_an_example_does_not_need_follow_too() -> None:
+    x = torch.randn(2, 5, 8)
+
+    class Mentions(GroupedAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_key_groups, self.layer_idx = 2, 2  # neither is read here
+
+    result: Any = compact(gated(Mentions(), x, heads=STATIC), x)
+    assert (result.model.num_key_groups, result.model.layer_idx) == (1, 2)
+
+
+def test_shared_weights_are_refused() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+            self.c.weight = self.b.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).relu()
+            out: Tensor = self.b(h) + self.c(h)
+            return out
+
+    net = Shares().eval()
+    add_gates(net, feed_forward=STATIC, pairs=[("a", "b")])
+    net.b.dg_gate.logit.data[::2] = -1.0  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="does not compute the same: are weights shared"):
+        compact(net, X)
+
+
+def test_norms_that_hold_an_activation_shrink_too() -> None:
+    class NormAct(nn.BatchNorm2d):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.act(super().forward(x))
+            return out
+
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3), NormAct(6), nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 2, 1)
+    )
+    images = torch.randn(2, 3, 8, 8)
+    result: Any = compact(gated(net.eval(), images, channels=STATIC), images)
+    assert result.units == {"3": (6, 3)}
+    assert (result.model[1].num_features, result.model[2].groups) == (3, 3)
+
+
+def test_an_optimizer_whose_state_has_other_shapes_is_refused() -> None:
+    net = gated(mlp())
+    optimizer = torch.optim.Adafactor(net.parameters())
+    net(X).square().mean().backward()
+    optimizer.step()
+    result = compact(net, X)
+    after = torch.optim.Adafactor(result.model.parameters())
+    with pytest.raises(ValueError, match="cannot be carried over"):
+        result.carry_state(net, optimizer, after)
