@@ -209,14 +209,23 @@ def test_version_by_module_and_by_script() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dataset",
-    ["digits", "mnist", "fashion_mnist", "cifar10", "tiny_imagenet", "speech_commands", "pbmc3k"],
+    [
+        "digits",
+        "mnist",
+        "fashion_mnist",
+        "cifar10",
+        "tiny_imagenet",
+        "speech_commands",
+        "pbmc3k",
+        "vit",
+    ],
 )
 def test_every_shipped_config_parses_and_fits_a_batch(
     dataset: str, small_datasets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DG_DATA", str(small_datasets))
     configs = [name for name in shipped_configs() if name.startswith(f"{dataset}/")]
-    assert {f"{dataset}/{v}" for v in ("baseline", "dropout", "dynamicgate")} <= set(configs)
+    assert {f"{dataset}/{v}" for v in ("baseline", "dynamicgate")} <= set(configs)
     for name in configs:
         main(["fit", "--config", name, "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"])
         assert not any(Path().rglob("*.ckpt"))
@@ -232,7 +241,8 @@ FRAGMENTS = [name for name in shipped_configs() if name.startswith("callbacks/")
 @pytest.mark.parametrize("fragment", FRAGMENTS)
 def test_every_fragment_appends_its_callback_and_fits(fragment: str) -> None:
     gated = "--model.net.gate={kind: static}"
-    options = ["--config=digits/baseline", f"--config={fragment}", gated]
+    options = ["--config=digits/baseline", f"--config={fragment}"]
+    options += [gated] if fragment != "callbacks/add_gates" else []
     main(["fit", *options, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"])
     saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text())
     names = [callback["class_path"] for callback in saved["trainer"]["callbacks"]]
