@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from math import isclose
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -85,7 +86,7 @@ class AddGates(pl.Callback):
         self.example = example
         self._found: Found | None = None
 
-    @property
+    @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, module=self.module)
@@ -100,8 +101,6 @@ class AddGates(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            _extend(pl_module, "configure_optimizers", partial(self._optimizers, pl_module))
         add = partial(self._add, trainer, pl_module, stage)
         # Its own `setup` and `configure_model` come later and may make layers. Otherwise gates must
         # be there now: callbacks that average weights copy the module in their `setup`.
@@ -112,8 +111,14 @@ class AddGates(pl.Callback):
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         part = pl_module.get_submodule(self.module)
-        if gated_units(part):
-            return  # by an earlier stage of this Trainer, or by hand
+        if not gated_units(part):  # by an earlier stage of this Trainer, or by hand
+            self._put_into(part, trainer, pl_module, stage)
+        if stage == "fit":
+            _extend(pl_module, "configure_optimizers", partial(self._optimizers, pl_module))
+
+    def _put_into(
+        self, part: nn.Module, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
+    ) -> None:
         if has_averages(trainer):
             raise ValueError(
                 "A callback that averages weights has copied the model before it has got gates: "
@@ -167,7 +172,8 @@ def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]
 def _is_own(pl_module: pl.LightningModule, method: str) -> bool:
     """Return True if somebody's module, not ours, has a method of its own."""
     home = str(getattr(type(pl_module), method).__module__)
-    return not home.startswith(("lightning.", "dg_lightning.")) or method in vars(pl_module)
+    ours = home.split(".")[0] in ("lightning", "pytorch_lightning", "dg_lightning")
+    return not ours or method in vars(pl_module)
 
 
 @contextmanager

@@ -135,8 +135,9 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
     runs = positions(linear)
     if mask is None:
-        wide, high, kernel = linear_map.matrix(linear.weight).shape
-        return _open_count(inputs, high) * _open_count(outputs, wide) * (kernel * runs)
+        all_outputs, all_inputs, kernel = linear_map.matrix(linear.weight).shape
+        pairs = _open_count(inputs, all_inputs) * _open_count(outputs, all_outputs)
+        return pairs * (kernel * runs)
     # Row sums are integers below 2^24 and thus exact in float32; their total may not be.
     rows = linear_map.matrix(mask.to(linear.weight.device, torch.float32)).sum(-1)
     if inputs is not None:

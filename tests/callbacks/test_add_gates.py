@@ -190,6 +190,15 @@ def test_two_parts_get_gates_of_their_own(tmp_path: Path) -> None:
     assert len(gate_layers(module)) == 4
 
 
+def test_a_module_that_cannot_be_gated_is_left_as_it_was(tmp_path: Path) -> None:
+    module = Somebody()
+    with pytest.raises(ValueError, match="has no heads to gate"):
+        trainer_for([AddGates(heads=STATIC)], tmp_path).fit(module, data())
+    assert not {"configure_model", "configure_optimizers"} & set(vars(module))
+    assert not any(child._forward_hooks for child in module.modules())
+    trainer_for([], tmp_path, max_steps=2).fit(module, data())
+
+
 def test_bad_settings_get_one_line() -> None:
     with pytest.raises(ValueError, match="Say what to gate"):
         AddGates()
