@@ -46,10 +46,12 @@ class BudgetController(Restored, Penalty):
     Args:
         budget: The share of the dense MACs or of all units, in (0, 1]; or one for each group of
             gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
-        measure: `macs` (of the linear maps of the whole module; with groups, of the maps behind
-            their gates) or `open_rate`.
+        measure: `macs` (of the linear maps of the whole module; with groups, of those behind their
+            gates) or `open_rate`.
         method: `pi`, a proportional-integral controller on log λ, or `dual`, ascent on the
-            Lagrangian.
+            Lagrangian. `shift` penalises nothing: it shifts logits until what is allowed is used,
+            up or down. It is for gates that scale (`scale: probability`): the loss does not reach
+            those that are closed, so what a penalty has closed would stay closed.
         begin: When the penalty begins.
         until: When the budget should be reached.
         landing: When the gates are frozen on it.
@@ -60,8 +62,8 @@ class BudgetController(Restored, Penalty):
         name: Suffix of the logged keys, to distinguish several penalties of one Trainer.
 
     Raises:
-        ValueError: If the budget cannot be met because gates at their floors, GateNets and maps
-            without gates use more, or if another penalty acts on the same gates.
+        ValueError: If gates at their floors, GateNets and maps without gates use more than the
+            budget, or if another penalty acts on the same gates.
 
     | logged key | meaning |
     |---|---|
@@ -78,7 +80,7 @@ class BudgetController(Restored, Penalty):
         self,
         budget: float | dict[str, float],
         measure: Measure = "macs",
-        method: Literal["pi", "dual"] = "pi",
+        method: Literal["pi", "dual", "shift"] = "pi",
         begin: Duration = 0.05,
         until: Duration = 0.3,
         landing: Duration = 0.4,
@@ -170,7 +172,7 @@ class BudgetController(Restored, Penalty):
 
     @override
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        begun = trainer.global_step >= self._times.begin
+        begun = trainer.global_step >= self._times.begin and self.method != "shift"
         for shared in self.term.shared(trainer):
             shared.penalty_active = bool(shared.penalty_active) or (begun and shared.factor > 0)
         self._presses = begun and self._frozen is None
@@ -242,7 +244,7 @@ class BudgetController(Restored, Penalty):
             if self._frozen is not None:
                 regulator.land(used, self._times.landing_progress(step), mean)
             elif self._times.begin <= step < self._times.landing:
-                regulator.multiplier.update(used, regulator.allowed(self._times.pressed(step)))
+                regulator.control(used, self._times.pressed(step), mean)
         if step >= self._times.landing:
             self._freeze(trainer, pl_module)
 

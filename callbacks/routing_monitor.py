@@ -89,7 +89,7 @@ class RoutingMonitor(pl.Callback):
             if name not in self._statistics:
                 statistics = RoutingStatistics(router.experts, logits.shape[-1])
                 self._statistics[name] = statistics.to(pl_module.device)
-            self._statistics[name].update(router.chosen, router.probability, batch[1])
+            self._statistics[name].update(router.chosen, router.probability, batch[1].flatten())
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         for name, statistics in self._statistics.items():

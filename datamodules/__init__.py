@@ -7,6 +7,7 @@ from .fashion_mnist import FashionMNISTDataModule
 from .mnist import MNISTDataModule
 from .pbmc3k import PBMC3kDataModule
 from .speech_commands import SpeechCommandsDataModule
+from .text import TextDataModule
 from .tiny_imagenet import TinyImageNetDataModule
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "MNISTDataModule",
     "PBMC3kDataModule",
     "SpeechCommandsDataModule",
+    "TextDataModule",
     "TinyImageNetDataModule",
 ]

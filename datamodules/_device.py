@@ -54,13 +54,13 @@ class DevicePart:
         return inputs, self.labels[index]
 
 
-def on_device(part: Part, device: torch.device | None) -> Samples:
+def on_device(part: Samples, device: torch.device | None) -> Samples:
     """Return a part whose samples are on a CUDA device, or the part itself if they cannot be.
 
     They cannot be where they would take more than a quarter of the free memory, or are augmented
     in another way than images are.
     """
-    if device is None or device.type != "cuda":
+    if device is None or device.type != "cuda" or not isinstance(part, Part):
         return part
     normal = isinstance(part.augmentation, CropFlip) and isinstance(part.prepare, Normalize)
     if part.augmentation is not None and not normal:

@@ -8,16 +8,18 @@ from dg_lightning._moved import MOVED, keep_old_paths
 
 if TYPE_CHECKING:
     from dg_lightning.budget import penalty
-    from dg_lightning.checking import check
+    from dg_lightning.checking.check import check
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
-    from dg_lightning.layers import GatedLinear, GatedMLP, SwitchMoE
+    from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP, SwitchMoE
     from dg_lightning.surgery import add_gates, remove_gates
-    from dg_lightning.training import CapturedSteps, GatedClassifier, trust
+    from dg_lightning.training import CapturedSteps, GatedClassifier, GatedLM, trust
 
 __all__ = [
     "CapturedSteps",
     "DynamicGate",
     "GatedClassifier",
+    "GatedFeedForward",
+    "GatedLM",
     "GatedLinear",
     "GatedMLP",
     "StaticGate",
@@ -38,6 +40,8 @@ _HOMES = {
     "CapturedSteps": "training",
     "DynamicGate": "gates",
     "GatedClassifier": "training",
+    "GatedFeedForward": "layers",
+    "GatedLM": "training",
     "GatedLinear": "layers",
     "GatedMLP": "layers",
     "StaticGate": "gates",

@@ -43,6 +43,7 @@ def feed_forward(
     bias: bool = True,
     device: str = "cpu",
     scaled: bool = False,
+    glu: bool = False,
 ) -> FeedForward:
     """Make a gated feed-forward with random weights."""
     made: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device}
@@ -50,7 +51,8 @@ def feed_forward(
         nn.Linear(inputs, blocks * block, **made),
         nn.Linear(blocks * block, outputs, **made),
     )
-    return FeedForward.of(first, activation, second, block, scaled)
+    other = nn.Linear(inputs, blocks * block, **made) if glu else None
+    return FeedForward.of(first, activation, second, block, other, scaled)
 
 
 def random_gate(

@@ -172,9 +172,11 @@ class GateBudget:
             for gate, price in self._shifts(1.0).items()
             if gate.probability is not None and price > 0
         ]
-        needed = torch.cat(distances).cpu().unique()  # the shift that opens each unit
-        if len(needed) > _MOST_CANDIDATES:
-            needed = needed[torch.linspace(0, len(needed) - 1, _MOST_CANDIDATES).long()]
+        needed = torch.cat(distances).unique()  # the shift that opens each unit
+        if len(needed) > _MOST_CANDIDATES:  # millions, if each token of a text decides
+            chosen = torch.arange(_MOST_CANDIDATES, device=needed.device) * (len(needed) - 1)
+            needed = needed[chosen // (_MOST_CANDIDATES - 1)]
+        needed = needed.cpu()
         halfway = (needed[1:] + needed[:-1]) / 2  # between two units nothing changes
         shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
         low, high = 0, len(shifts) - 1

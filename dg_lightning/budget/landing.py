@@ -99,7 +99,7 @@ class Landing:
         self.start = self.start or max(self.used, LEAST)
         self.landed = progress >= 1
         target = self.start * (self.budget.budget / self.start) ** min(max(progress, 0.0), 1.0)
-        return self._shift_to(target)
+        return self.shift_to(target, self.used)
 
     def correct(self, used: Tensor, measurements: int = 1) -> float:
         """Add measurements after the landing, and return the shift they ask for, mostly 0."""
@@ -108,12 +108,12 @@ class Landing:
         settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
         if settled or self.measurements < ENOUGH_MEASUREMENTS:
             return 0.0
-        return self._shift_to(self.budget.budget)
+        return self.shift_to(self.budget.budget, self.used)
 
-    def _shift_to(self, target: float) -> float:
-        """Return the shift that brings the mean of the measurements to the target."""
-        here = float(self.budget.used())  # by the last pass, which differs from the mean
-        return self.budget.shift_for(target if self.used < LEAST else here * target / self.used)
+    def shift_to(self, target: float, used: float) -> float:
+        """Return the shift that brings what is used to the target."""
+        here = float(self.budget.used())  # by the last pass, which may differ from it
+        return self.budget.shift_for(target if used < LEAST else here * target / used)
 
     def apply(self, shift: float) -> None:
         """Shift the gates, and restart the measurements."""

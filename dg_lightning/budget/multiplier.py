@@ -16,7 +16,7 @@ class Multiplier:
     `dual` is gradient ascent on the Lagrangian.
 
     Args:
-        method: The rule.
+        method: The rule; λ of `shift` is never moved, as it has no penalty.
         initial: The first λ.
         highest: The largest λ.
         integral: Gain of the summed error; of `dual`, the step of λ as a multiple of `initial`.
@@ -25,7 +25,7 @@ class Multiplier:
 
     def __init__(
         self,
-        method: Literal["pi", "dual"],
+        method: Literal["pi", "dual", "shift"],
         initial: float,
         highest: float,
         integral: float = 0.1,

@@ -89,6 +89,14 @@ class Regulator:
         self.used = raw * self.ratio
         return self.used
 
+    def control(self, used: Tensor, progress: float, mean: Mean) -> None:
+        """Move λ by a measurement, or shift gates that still learn onto what is allowed."""
+        if self.multiplier.method != "shift":
+            self.multiplier.update(used, self.allowed(progress))
+            return
+        self.begin(mean)
+        self._shift(self.landing.shift_to(self.allowed(progress), float(used)), mean)
+
     def land(self, used: Tensor, progress: float, mean: Mean) -> None:
         """Shift frozen gates after a measurement, mostly by nothing once they have landed."""
         if not self.landing.landed:
@@ -174,6 +182,7 @@ class Regulator:
             "ratio": self.ratio,
             "validates": self._validates,
             "recent": [float(raw) for raw in self._recent],
+            "used": None if self.used is None else float(self.used),
         }
 
     def load_from(self, state: dict[str, Any]) -> None:
@@ -191,3 +200,6 @@ class Regulator:
         self.ratio, self._validates = own.get("ratio", 1.0), own.get("validates", False)
         recent = [torch.tensor(raw, dtype=torch.float64) for raw in own.get("recent", [])]
         self._recent = [raw.to(self.budget.device) for raw in recent]
+        if own.get("used") is not None:
+            used = torch.tensor(own["used"], dtype=torch.float64)
+            self.used = used.to(self.budget.device)

@@ -32,7 +32,7 @@ def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Obs
     _gates(report, ours, seen)
     _callbacks(report, given, ours, seen)
     _dense_layers(report, copies.model, ours)
-    if any(hasattr(callback, "term") for callback in ours):
+    if any(_presses(callback) for callback in ours):
         _penalty(report, ours, seen)
     if any(hasattr(callback, "connections") for callback in ours):
         _zeros(report, seen)
@@ -161,6 +161,11 @@ def _dense_layers(report: Report, model: Any, ours: Sequence[Any]) -> None:
                 report.add("OK", "dense layers", f"{_names(names)}: {why}.")
 
 
+def _presses(callback: Any) -> bool:
+    """Return True if a callback adds a penalty to the loss."""
+    return hasattr(callback, "term") and getattr(callback, "method", None) != "shift"
+
+
 def _penalty(report: Report, ours: Sequence[Any], seen: Observed) -> None:
     if seen.backward_passes == 0:
         report.add(
@@ -173,7 +178,7 @@ def _penalty(report: Report, ours: Sequence[Any], seen: Observed) -> None:
     if seen.no_gradients is not None:
         report.add("warning", "penalty", f"Not measured: {seen.no_gradients}")
         return
-    pressing = [callback for callback in ours if hasattr(callback, "term")]
+    pressing = [callback for callback in ours if _presses(callback)]
     pressed = {name for callback in pressing for name in callback.term.gates} & seen.ran
     missed = [name for name in pressed if not seen.gradients.get(name, (0, 0))[1] > 0]
     # Nothing has to press on a gate within its target, or of no weight.

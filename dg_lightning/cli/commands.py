@@ -47,6 +47,10 @@ def run(given: list[str]) -> None:
             from dg_lightning.cli.export import run_export
 
             run_export(rest)
+        elif command == "convert":
+            from dg_lightning.cli.convert import run_convert
+
+            run_convert(rest)
         elif command == "bench":
             from dg_lightning.cli.bench import run_bench
 

@@ -23,9 +23,10 @@ from dg_lightning.cli.runs import RUN_FILE
 from dg_lightning.configs import config_name
 from dg_lightning.files import replacing, write_text
 from dg_lightning.monitoring import run_folder
+from dg_lightning.training.module import GatedModule
 from dg_lightning.versions import versions
 
-__all__ = ["SaveWholeConfig", "WritePredictions", "WriteTestTables", "to_plain"]
+__all__ = ["SaveWholeConfig", "WritePredictions", "WriteSamples", "WriteTestTables", "to_plain"]
 
 
 def to_plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class SaveWholeConfig(SaveConfigCallback):
     @override
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         config = json.loads(self.parser.dump(self.config, format="json", skip_unset=False))
-        if isinstance(pl_module, GatedClassifier):
+        if isinstance(pl_module, GatedModule):
             model = dict(pl_module.hparams)
             saved = {"class_path": model.pop("_class_path"), "init_args": model}
             if saved != to_plain(self.parser, self.config)["model"]:  # from a checkpoint
@@ -101,26 +102,63 @@ class WritePredictions(BasePredictionWriter):
                 about = [descriptions[name][index] for name in descriptions] or [index]
                 name = names[label] if names else label
                 rows[index] = [about[0], name, f"{chance:.6f}", *about[1:]]
-        parts = [rows] * trainer.world_size
-        if trainer.world_size > 1:
-            dist.all_gather_object(parts, rows)
+        merged = _gathered(trainer, rows)
         if trainer.is_global_zero:
-            merged = {index: row for part in parts for index, row in part.items()}
             head = [key, "prediction", "probability", *known]
             _write_csv(folder / "predictions.csv", [head, *(merged[i] for i in sorted(merged))])
         rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
 
 
+def _gathered(trainer: pl.Trainer, own: dict[int, Any]) -> dict[int, Any]:
+    """Return what all ranks have, by the index of the sample."""
+    parts = [own] * trainer.world_size
+    if trainer.world_size > 1:
+        dist.all_gather_object(parts, own)
+    return {index: value for part in parts for index, value in part.items()}
+
+
+class WriteSamples(BasePredictionWriter):
+    """Prints the texts that `predict` has drawn, and writes them to the run folder."""
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+
+    @override
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        folder = trainer.strategy.broadcast(run_folder(trainer))
+        own = {
+            index: data.text_of(row)
+            for batch, indices in zip(predictions, batch_indices[0], strict=True)
+            for index, row in zip(indices, batch.tolist(), strict=True)
+        }
+        texts = [text for _, text in sorted(_gathered(trainer, own).items())]
+        if not trainer.is_global_zero:
+            return
+        joined = f"\n{'-' * 80}\n".join(texts)
+        path = folder / "samples.txt"
+        write_text(path, joined)
+        print(joined)
+        rank_zero_info(f"Samples are in {path}.")
+
+
 class WriteTestTables(pl.Callback):
-    """Writes the confusion matrix and the compute ledger of a test to the run folder."""
+    """Writes the compute ledger of a test, and the confusion matrix of classes, to the folder."""
 
     def __init__(self) -> None:
         self._confusion: MulticlassConfusionMatrix | None = None
 
     @override
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        classes: Any = pl_module.num_classes
-        self._confusion = MulticlassConfusionMatrix(classes).to(pl_module.device)
+        if isinstance(pl_module, GatedClassifier):
+            confusion = MulticlassConfusionMatrix(pl_module.num_classes)
+            self._confusion = confusion.to(pl_module.device)
 
     @override
     def on_test_batch_end(
@@ -132,20 +170,20 @@ class WriteTestTables(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        assert self._confusion is not None
-        self._confusion.update(outputs["logits"], batch[1])
+        if self._confusion is not None:
+            self._confusion.update(outputs["logits"], batch[1])
 
     @override
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._confusion is not None
-        counts = self._confusion.compute().tolist()
+        counts = [] if self._confusion is None else self._confusion.compute().tolist()
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        names = _class_names(trainer) or [str(index) for index in range(len(counts))]
-        # Rows are true classes, columns are predictions.
-        rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
         folder = run_folder(trainer)
-        _write_csv(folder / "confusion.csv", [["true class", *names], *rows])
+        if counts:
+            names = _class_names(trainer) or [str(index) for index in range(len(counts))]
+            # Rows are true classes, columns are predictions.
+            rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
+            _write_csv(folder / "confusion.csv", [["true class", *names], *rows])
         report: Any = pl_module.compute_report
         lines = [asdict(layer) for layer in report.layers]
         values = [list(line.values()) for line in lines]

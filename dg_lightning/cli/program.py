@@ -14,11 +14,17 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from dg_lightning import GatedClassifier, __version__, callbacks, datamodules
+from dg_lightning import GatedLM, __version__, callbacks, datamodules
 from dg_lightning.cli.callback_options import expand_callback_options
 from dg_lightning.cli.check import CheckingTrainer
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.outputs import SaveWholeConfig, WritePredictions, WriteTestTables, to_plain
+from dg_lightning.cli.outputs import (
+    SaveWholeConfig,
+    WritePredictions,
+    WriteSamples,
+    WriteTestTables,
+    to_plain,
+)
 from dg_lightning.cli.runs import (
     claim_run_folder,
     newest_checkpoint,
@@ -29,6 +35,7 @@ from dg_lightning.cli.summary import find_non_finite, print_summary
 from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import WholeFileCheckpointIO
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import check_classes, import_class, modules_named
 
 __all__ = ["GateCLI", "run_command"]
@@ -105,7 +112,7 @@ class GateCLI(LightningCLI):
         self.config = parser.parse_args(resolved)
         given = self._plain_settings()
         check_classes(given)
-        if not _is_gated_classifier(self._settings):
+        if not _is_gated_module(self._settings):
             return
         for rule in (with_csv_logger_first, with_free_version):
             if (loggers := rule(given["trainer"])) is not None:
@@ -135,7 +142,7 @@ class GateCLI(LightningCLI):
         if "ckpt_path" not in settings:
             return
         path, command = settings.get("ckpt_path"), self.config.subcommand
-        is_ours, given = _is_gated_classifier(settings), self._plain_settings()
+        is_ours, given = _is_gated_module(settings), self._plain_settings()
         if is_ours and (path == "last" or (path is None and command != "fit")):
             # Without a checkpoint, Lightning would silently evaluate an untrained net.
             configs = [str(config) for config in settings.get("config") or []]
@@ -170,8 +177,8 @@ class GateCLI(LightningCLI):
         """Use the model of a checkpoint, and report differences from the config."""
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
-            raise refusal(f"{path!r} is no checkpoint of a GatedClassifier: give another one.")
-        import_class(class_path, GatedClassifier)
+            raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+        import_class(class_path, GatedModule)
         self._saved_hparams = saved
         if differences := _differences(configured, saved):
             rank_zero_info(
@@ -182,9 +189,9 @@ class GateCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         self._fill_sizes_from_data()
-        if _is_gated_classifier(self._settings):
+        if _is_gated_module(self._settings):
             self.parser.add_instantiator(
-                self._instantiate_model, GatedClassifier, subclasses=True, prepend=True
+                self._instantiate_model, GatedModule, subclasses=True, prepend=True
             )
 
     def _fill_sizes_from_data(self) -> None:
@@ -201,14 +208,14 @@ class GateCLI(LightningCLI):
             wanted[key] = list(value) if isinstance(value, (tuple, torch.Size)) else value
 
     def _instantiate_model(
-        self, class_type: type[GatedClassifier], *args: Any, **kwargs: Any
-    ) -> GatedClassifier:
+        self, class_type: type[GatedModule], *args: Any, **kwargs: Any
+    ) -> GatedModule:
         # The parser has validated the arguments and turned net and optimizer into factories. The
         # model gets the plain values instead, as they become hyperparameters in the checkpoint.
         if self._saved_hparams is None:
             return class_type(**self._plain_settings()["model"]["init_args"])
         saved = dict(self._saved_hparams)
-        return import_class(saved.pop("_class_path"), GatedClassifier)(**saved)
+        return import_class(saved.pop("_class_path"), GatedModule)(**saved)
 
     @override
     def instantiate_classes(self) -> None:
@@ -229,9 +236,11 @@ class GateCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        if isinstance(self.model, GatedClassifier):
-            predicts = self.subcommand == "predict"
-            trainer.callbacks.append(WritePredictions() if predicts else WriteTestTables())  # type: ignore[attr-defined]
+        if isinstance(self.model, GatedModule):
+            writer: pl.Callback = WriteTestTables()
+            if self.subcommand == "predict":
+                writer = WriteSamples() if isinstance(self.model, GatedLM) else WritePredictions()
+            trainer.callbacks.append(writer)  # type: ignore[attr-defined]
             if self.config.subcommand not in ("plan", "check"):
                 claim_run_folder(trainer)
         if isinstance(trainer, CheckingTrainer):
@@ -248,10 +257,10 @@ class GateCLI(LightningCLI):
             raise refusal(f"The training has failed: {reason}.", status=1)
 
 
-def _is_gated_classifier(settings: Namespace) -> bool:
+def _is_gated_module(settings: Namespace) -> bool:
     class_path = settings.get("model.class_path")
     return class_path is not None and issubclass(
-        import_class(class_path, pl.LightningModule), GatedClassifier
+        import_class(class_path, pl.LightningModule), GatedModule
     )
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "report": "Write the HTML report of a run or of a study.",
     "genes": "Write the genes that a net of cells has kept, with their weight by cell type.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
+    "convert": "Make a trained dense Transformer decide token by token what to run.",
     "bench": "Measure how fast a net really is on this machine.",
     "wandb-workspace": "Save a W&B workspace of open rates, heat maps and MACs.",
     "configs": "List the configs that ship.",

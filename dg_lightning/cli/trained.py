@@ -92,7 +92,7 @@ def load_data(
         if needed_by is not None:
             raise refusal(
                 f"`{needed_by}` needs the run's data, and there is no config.yaml with it near "
-                f"{path!r}: export from the run's own folder."
+                f"{path!r}: name the checkpoint in the run's own folder."
             )
         return None
     if root is not None:

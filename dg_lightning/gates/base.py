@@ -164,8 +164,14 @@ class Gate(nn.Module, ABC):
         self.set_min_open(self._initial["min_open"])
 
     @override
-    def forward(self, h: Tensor) -> Tensor:
-        return self.expand_blocks(self.decide(h))
+    def forward(self, h: Tensor, units: Tensor | None = None) -> Tensor:
+        """Return what units are multiplied by, or `units` times it, which saves a large tensor."""
+        g = self.decide(h)
+        if units is None:
+            return self.expand_blocks(g)
+        by_block = units.unflatten(-1, (self.blocks, self.block_size))
+        closed: Tensor = (by_block * g.to(units.dtype).unsqueeze(-1)).flatten(-2)
+        return closed
 
     def decide(self, h: Tensor) -> Tensor:
         """Return what units are multiplied by, one entry per block, and store p and g."""

@@ -1,5 +1,6 @@
 """Input-dependent gates, computed by a GateNet (section 3.1 of the paper)."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,9 @@ __all__ = ["DynamicGate"]
 class DynamicGate(Gate):
     """Input-dependent gate: a small network, the GateNet, decides per sample.
 
-    The last weight is initialised to 0, so units start at their initial open rate for any input.
+    By default the last weight is initialised to 0, so units start at their initial open rate for
+    any input. Where tokens of a Transformer decide, let them differ from the start
+    (`initial_spread`): gates that all start alike are closed alike.
 
     Args:
         in_features: Width of the GateNet's input, which is the layer's input.
@@ -24,6 +27,8 @@ class DynamicGate(Gate):
             has one hidden layer of `hidden` ReLU units.
         rank: Inner width of `low_rank`.
         hidden: Inner width of `mlp`.
+        initial_spread: Standard deviation of the initial logits, over the temperature, for inputs
+            of variance 1 to the last map.
         device: Device of the parameters.
         dtype: Dtype of the parameters; never narrower than float32.
         **options: Arguments of `Gate`.
@@ -44,12 +49,16 @@ class DynamicGate(Gate):
         network: Literal["linear", "low_rank", "mlp"] = "linear",
         rank: int = 32,
         hidden: int = 128,
+        initial_spread: float = 0.0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[GateOptions],
     ) -> None:
+        if not initial_spread >= 0:
+            raise ValueError(f"`initial_spread` must be at least 0, got {initial_spread}.")
         super().__init__(units, device=device, **options)
         self.in_features = in_features
+        self.initial_spread = initial_spread
         factory: dict[str, Any] = {"device": device, "dtype": at_least_float32(dtype)}
         layers: list[nn.Module]
         if network == "linear":
@@ -79,6 +88,9 @@ class DynamicGate(Gate):
             layer.reset_parameters()
         last = self._maps[-1]
         last.weight.zero_()
+        if self.initial_spread:
+            std = self.initial_spread / math.sqrt(last.in_features)
+            last.weight.normal_(std=std).mul_(self.temperature)
         last.bias.copy_(self.initial_logit())
 
     @override
@@ -111,5 +123,5 @@ class DynamicGate(Gate):
     @override
     def _revive_blocks(self, blocks: Tensor) -> None:
         last = self._maps[-1]
-        last.weight[blocks] = 0.0
+        last.weight[blocks] = 0.0  # nothing is drawn here: ranks would differ
         last.bias[blocks] = self.initial_logit().to(last.bias.dtype)

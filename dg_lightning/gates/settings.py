@@ -19,6 +19,7 @@ class GateSettings(GateOptions, total=False):
     network: Literal["linear", "low_rank", "mlp"]
     rank: int
     hidden: int
+    initial_spread: float
 
 
 def make_gate(
@@ -53,7 +54,7 @@ def check_gate_settings(name: str, settings: Any) -> None:
         raise ValueError(f"The `kind` of `{name}` must be static or dynamic, got {kind!r}.")
     known = set(GateOptions.__annotations__)
     if kind == "dynamic":
-        known |= {"network", "rank", "hidden"}
+        known |= {"network", "rank", "hidden", "initial_spread"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"A {kind} gate has no setting {unknown[0]!r} (`{name}`); it has "

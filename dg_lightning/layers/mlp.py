@@ -10,7 +10,7 @@ from typing_extensions import override
 from dg_lightning.gates import GateSettings, make_gate
 from dg_lightning.gates.protocol import Feeds, is_gate
 
-__all__ = ["GatedLinear", "GatedMLP"]
+__all__ = ["Activation", "GatedLinear", "GatedMLP", "make_activation"]
 
 Activation: TypeAlias = Literal["relu", "gelu", "silu", "tanh"]
 Norm: TypeAlias = Literal["layer", "batch"]
@@ -22,6 +22,13 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
 }
 _NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
+
+
+def make_activation(name: Activation) -> nn.Module:
+    """Return the nonlinearity of a name."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {name!r}.")
+    return _ACTIVATIONS[name]()
 
 
 class GatedWeight(Tensor):
@@ -69,13 +76,9 @@ class GatedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}."
-            )
         self.linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.norm = _norm(norm, out_features, device, dtype)
-        self.activation = _ACTIVATIONS[activation]()
+        self.activation = make_activation(activation)
         if gate is not None and not isinstance(gate, nn.Module):
             gate = make_gate(gate, in_features, out_features, device, dtype)
         if gate is not None:

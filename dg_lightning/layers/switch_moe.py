@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from dg_lightning.gates.policies import top_k_mask
 from dg_lightning.gates.protocol import Feeds
+from dg_lightning.layers.mlp import Activation, make_activation
 
 __all__ = ["Experts", "Router", "SwitchMoE"]
 
@@ -84,7 +85,7 @@ class Router(nn.Module):
             if self.k > 1:
                 weights = weights / weights.sum(-1, keepdim=True)
             self.capacity = self.capacity_for(len(h))
-            fits = chosen.cumsum(0) <= self.capacity
+            fits = running_count(chosen) <= self.capacity
             g = weights * fits
         self.probability, self.gate, self.chosen, self.logits = p, g, chosen, z
         self.dropped = chosen & ~fits
@@ -107,6 +108,10 @@ class Router(nn.Module):
         """Return the mean squared log-sum-exp of the logits, a loss that keeps them small."""
         assert self.logits is not None
         return self.logits.logsumexp(-1).square().mean()
+
+    def auxiliary_loss(self, load_balance: float, z_loss: float) -> Tensor:
+        """Return the sum of both losses with these weights."""
+        return load_balance * self.load_balance_loss() + z_loss * self.z_loss()
 
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
         """Return the MACs of the decision per sample, given its open inputs (None: all)."""
@@ -139,10 +144,12 @@ class Experts(nn.Module):
     Args:
         width: Width of inputs and outputs.
         router: The router, which defines the number and width of the experts.
+        activation: Nonlinearity of the experts.
     """
 
-    def __init__(self, width: int, router: Router) -> None:
+    def __init__(self, width: int, router: Router, activation: Activation = "relu") -> None:
         super().__init__()
+        self.activation = make_activation(activation)
         self.experts, self.hidden = router.experts, router.block_size
         self.first = nn.Linear(width, router.units)
         self.second = nn.Linear(router.units, width, bias=False)
@@ -166,7 +173,7 @@ class Experts(nn.Module):
         width = h.shape[-1]
         routed = weights != 0
         # Each expert has `capacity` rows for its samples, in order; the last row is a dummy.
-        row = torch.arange(self.experts, device=h.device) * capacity + routed.cumsum(0) - 1
+        row = torch.arange(self.experts, device=h.device) * capacity + running_count(routed) - 1
         row = row.masked_fill(~routed, self.experts * capacity)
         weight, expert = weights.topk(k, dim=-1)  # (batch, k)
         rows = row.gather(-1, expert)
@@ -176,10 +183,16 @@ class Experts(nn.Module):
         first = self.first.weight.view(self.experts, self.hidden, width)
         first_bias = self.first.bias.view(self.experts, 1, self.hidden)
         second = self.second.weight.view(width, self.experts, self.hidden).permute(1, 2, 0)
-        hidden = (gathered @ first.mT + first_bias).relu()
+        hidden = self.activation(gathered @ first.mT + first_bias)
         out = (hidden @ second + self.bias.view(self.experts, 1, width)).flatten(0, 1)
         out = torch.cat([out, out.new_zeros(1, width)])
-        return (out[rows] * weight.unsqueeze(-1).to(out.dtype)).sum(1)
+        taken = out.index_select(0, rows.flatten()).view(*rows.shape, width)
+        return (taken * weight.unsqueeze(-1).to(out.dtype)).sum(1)
+
+
+def running_count(chosen: Tensor) -> Tensor:
+    """Count the true entries down each column; along rows of the transpose, which is faster."""
+    return chosen.t().contiguous().cumsum(-1).t()
 
 
 class SwitchMoE(nn.Module):
@@ -241,5 +254,4 @@ class SwitchMoE(nn.Module):
 
     def auxiliary_loss(self) -> Tensor:
         """Return the weighted sum of load-balance loss and z-loss of the last forward pass."""
-        balance = self.load_balance * self.router.load_balance_loss()
-        return balance + self.z_loss * self.router.z_loss()
+        return self.router.auxiliary_loss(self.load_balance, self.z_loss)

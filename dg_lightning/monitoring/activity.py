@@ -29,6 +29,7 @@ class GateSnapshot:
     by_class: Tensor | None  # (classes, blocks), g by class; NaN if a class is unseen
     temperature: float
     threshold: float
+    by_position: Tensor | None = None  # (positions,), g by position in a sequence
 
     @property
     def dead_units(self) -> int:
@@ -42,6 +43,7 @@ class GateActivity(Metric):
     Args:
         gates: The gates, by name.
         num_classes: Number of classes for rates by class; 0 for none.
+        positions: Length of a sequence for rates by position; 0 for none.
         **kwargs: Arguments of `torchmetrics.Metric`.
 
     >>> from dg_lightning import StaticGate
@@ -60,11 +62,19 @@ class GateActivity(Metric):
     probability: Tensor  # (blocks of all gates,)
     histogram: Tensor  # (gates, BINS)
     by_class: Tensor  # (classes, blocks of all gates)
+    by_position: Tensor  # (gates, positions)
 
-    def __init__(self, gates: dict[str, GateLike], num_classes: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        gates: dict[str, GateLike],
+        num_classes: int = 0,
+        positions: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.gates = gates
-        self.num_classes = num_classes
+        self.num_classes, self.positions = num_classes, positions
+        self.varies = False
         self.sizes = [gate.units // gate.block_size for gate in gates.values()]
         blocks = sum(self.sizes)
         sums = {
@@ -74,6 +84,7 @@ class GateActivity(Metric):
             "histogram": torch.zeros(len(gates), BINS),
             "classes": torch.zeros(num_classes, dtype=torch.int64),
             "by_class": torch.zeros(num_classes, blocks),
+            "by_position": torch.zeros(len(gates), positions),
         }
         for name, zero in sums.items():
             self.add_state(name, zero, dist_reduce_fx="sum")
@@ -85,7 +96,7 @@ class GateActivity(Metric):
 
         Args:
             samples: Number of samples in the batch; the weight of a static gate.
-            target: Class of each sample, for rates by class.
+            target: Class of each sample, or of each token, for rates by class.
             training: Whether it was a training pass, where gates may be soft or sampled. If so,
                 the gates that would be deployed are counted.
         """
@@ -96,7 +107,7 @@ class GateActivity(Metric):
             classes = torch.arange(self.num_classes, device=target.device)
             labels = (target.unsqueeze(-1) == classes).float()
             self.classes += labels.sum(0).long()
-        for name, gate in self.gates.items():
+        for index, (name, gate) in enumerate(self.gates.items()):
             if gate.gate is None or gate.probability is None:
                 raise RuntimeError(
                     f"Gate {name!r} took no part in the forward pass: let the net use it, or name "
@@ -112,6 +123,11 @@ class GateActivity(Metric):
             histogram.append(torch.histc(p, BINS, 0.0, 1.0) * weight)
             if labels is not None:
                 by_class.append(_by_class(labels, is_open))
+            if self.positions and gate.input_dependent:
+                # Sequences of different lengths have no common positions.
+                self.varies = self.varies or mask.shape[1:-1] != (self.positions,)
+                if not self.varies:
+                    self.by_position[index] += mask.float().mean(-1).sum(0)
         self.rows += torch.tensor(rows).to(self.rows.device, non_blocking=True)
         self.opened += torch.cat(opened).long()
         self.probability += torch.cat(probability)
@@ -122,7 +138,7 @@ class GateActivity(Metric):
     @override
     def compute(self) -> dict[str, Tensor]:
         """Return the sums on the CPU."""
-        names = ("rows", "opened", "probability", "histogram", "classes", "by_class")
+        names = ("rows", "opened", "probability", "histogram", "classes", "by_class", "by_position")
         return {name: getattr(self, name).cpu() for name in names}
 
     def snapshots(self) -> list[GateSnapshot]:
@@ -138,6 +154,7 @@ class GateActivity(Metric):
         by_class = sums["by_class"].reshape(self.num_classes, sum(self.sizes))
         class_counts = by_class.split(self.sizes, -1)
         has_labels = bool(classes.any())
+        by_position = sums["by_position"].reshape(len(self.gates), self.positions).double()
         snapshots = []
         for index, (name, gate) in enumerate(self.gates.items()):
             by_label = class_counts[index].double() / classes
@@ -152,6 +169,9 @@ class GateActivity(Metric):
                     by_class=by_label.float() if has_labels and gate.input_dependent else None,
                     temperature=float(gate.temperature),
                     threshold=float(gate.threshold),
+                    by_position=(by_position[index] * self.positions / rows[index]).float()
+                    if self.positions and gate.input_dependent and not self.varies
+                    else None,
                 )
             )
         return snapshots

@@ -1,5 +1,6 @@
 """Snapshot of a module's gates over a validation, a test, or the logged steps of an epoch."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from dg_lightning.monitoring.activity import GateActivity, GateHistory, GateSnap
 from dg_lightning.monitoring.routing import ActivityCorrelation
 
 __all__ = ["Snapshot"]
+
+_MAX_CLASSES = 2048  # more, as of a large vocabulary, are not told apart
 
 
 class Snapshot:
@@ -59,7 +62,9 @@ class Snapshot:
         if self.activity is None:
             by_class = target is not None and any(g.input_dependent for g in self.gates.values())
             classes = _num_classes(pl_module, logits) if by_class else 0
-            self.activity = GateActivity(self.gates, classes).to(pl_module.device)
+            classes = classes if classes <= _MAX_CLASSES else 0
+            activity = GateActivity(self.gates, classes, _positions(self.gates.values()))
+            self.activity = activity.to(pl_module.device)
             all_ran = all(g.gate is not None for g in gate_layers(pl_module).values())
             if all_ran and not self.training and not hasattr(pl_module, "compute_report"):
                 self.ledger = ComputeLedger(pl_module).to(pl_module.device)
@@ -80,7 +85,8 @@ class Snapshot:
         opened = torch.zeros_like(hardness)
         for mask, gate in zip(masks, gates, strict=True):
             opened += (mask != 0).float().mean(-1) * gate.units
-        self.correlation.update(hardness, opened / sum(gate.units for gate in gates))
+        shares = opened / sum(gate.units for gate in gates)
+        self.correlation.update(hardness.flatten(), shares.flatten())
 
     def compute(self) -> None:
         """Reduce over all processes and set `results`."""
@@ -119,15 +125,30 @@ class Snapshot:
 
 
 def _target(batch: Any) -> Tensor | None:
-    """Return the labels if the second item of the batch is a vector of integers."""
-    target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-    is_class = isinstance(target, Tensor) and target.ndim == 1 and not target.is_floating_point()
-    return target if is_class else None
+    """Return the labels if the second item of the batch is a vector of integers.
+
+    If it is a table of the tokens that follow those of the first item, the class of a token is the
+    token itself.
+    """
+    x, target = batch[:2] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (None, None)
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    if target.ndim == 1:
+        return target
+    is_text = isinstance(x, Tensor) and target.ndim == 2 and x.shape == target.shape
+    return x.flatten() if is_text and torch.equal(x[:, 1:], target[:, :-1]) else None
+
+
+def _positions(gates: Iterable[GateLike]) -> int:
+    """Return the length of a sequence if gates decide by position; 0 if not."""
+    masks = [gate.gate for gate in gates if gate.gate is not None]
+    lengths = {mask.shape[1] if mask.ndim == 3 else 0 for mask in masks if mask.ndim > 1}
+    return lengths.pop() if len(lengths) == 1 else 0
 
 
 def _logits(outputs: Any) -> Tensor | None:
     logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
-    return logits if isinstance(logits, Tensor) and logits.ndim == 2 else None
+    return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
 
 
 def _num_classes(pl_module: Any, logits: Tensor | None) -> int:

@@ -34,6 +34,7 @@ class GateTables:
     | `units.csv` | a unit or block in a snapshot: mean p, and g, the share of samples opening it |
     | `histogram.csv` | a gate in a snapshot: share of all p by bin, named by its lower edge |
     | `classes.csv` | a unit in the last snapshot: the share of each class that opens it |
+    | `positions.csv` | a position in the last snapshot: the share that is open there |
     | `inputs.csv` | an input gate: shape of a sample, names of its features |
     | `collapse.csv` | a verdict of `CollapseDetector` |
 
@@ -50,7 +51,7 @@ class GateTables:
     def begin(self, entries: Sequence[HistoryEntry], layers: Sequence[Mapping[str, Any]]) -> None:
         """Start new tables, with the earlier rows of a resumed run."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("classes", "collapse", "inputs"):
+        for name in ("classes", "collapse", "inputs", "positions"):
             self._path(name).unlink(missing_ok=True)
         self._write("layers", LAYER_COLUMNS, ([row[c] for c in LAYER_COLUMNS] for row in layers))
         self.rewrite(entries)
@@ -78,6 +79,17 @@ class GateTables:
             for unit, shares in enumerate(gate.by_class.T.tolist())
         )
         self._write("classes", ("layer", "unit", *names), rows)
+
+    def write_positions(self, gates: Sequence[GateSnapshot]) -> None:
+        """Write the share of blocks that is open at each position of a sequence."""
+        by_layer = {g.layer: g.by_position.tolist() for g in gates if g.by_position is not None}
+        rows = (
+            [layer, position, _format(share)]
+            for layer, shares in by_layer.items()
+            for position, share in enumerate(shares)
+        )
+        if by_layer:
+            self._write("positions", ("layer", "position", "open_rate_g"), rows)
 
     def write_inputs(
         self, gates: Sequence[str], shape: Sequence[int], names: Sequence[str]

@@ -31,7 +31,8 @@ __all__ = [
 
 
 def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
-    """Write classes, inputs and verdicts of a snapshot."""
+    """Write classes, positions, inputs and verdicts of a snapshot."""
+    tables.write_positions(snapshot.results)
     data = getattr(trainer, "datamodule", None)
     if snapshot.num_classes:
         names = getattr(data, "class_names", None) or ()

@@ -9,6 +9,7 @@ from dg_lightning.runtime.choice import (
 )
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.export import export
+from dg_lightning.runtime.skipping import skip_closed_blocks
 from dg_lightning.runtime.sparse import SparseLinear
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "fastest_compact",
     "freeze_gates",
     "frozen_where_faster",
+    "skip_closed_blocks",
     "usage_of",
 ]

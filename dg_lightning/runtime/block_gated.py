@@ -1,7 +1,7 @@
 """A GatedMLP that computes only the blocks of units that are open."""
 
 from functools import partial
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,13 @@ from typing_extensions import override
 from dg_lightning.gates import Gate
 from dg_lightning.gates.policies import HARD_POLICIES
 from dg_lightning.layers.mlp import GatedLinear, GatedMLP
-from dg_lightning.runtime.dispatch import MAX_ROWS_BATCH, candidates, fastest_engine, run_gated
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.dispatch import Engine, Runner, candidates
 from dg_lightning.runtime.replay import GraphCache, Recording
 from dg_lightning.runtime.timing import shortest_seconds
 
-__all__ = ["BlockGatedMLP", "Engine"]
+__all__ = ["BlockGatedMLP", "Engine", "has_hooks"]
 
-Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
 _RECORD_AFTER = 10  # uses of an input shape before a CUDA graph is tried
-_REMEASURE_AFTER = 1000  # uses; open rates change during training
 
 
 class BlockGatedMLP(GatedMLP):
@@ -65,8 +62,7 @@ class BlockGatedMLP(GatedMLP):
         if engine not in get_args(Engine):
             raise ValueError(f"`engine` must be one of {get_args(Engine)}, got {engine!r}.")
         self.engine = engine
-        self._fastest: dict[tuple[Any, ...], tuple[str, int]] = {}
-        self._views: dict[int, dict[Any, Any]] = {}  # weight views by layer
+        self._runner = Runner(engine)
         self._graphs: GraphCache | None = None
         self._replays: dict[torch.Size, int | bool] = {}  # uses, then whether to replay
 
@@ -160,10 +156,8 @@ class BlockGatedMLP(GatedMLP):
                 gate = layer.gate
                 assert isinstance(gate, Gate)
                 reader = self.output if after is None else after.linear
-                views = self._views.setdefault(index, {})
-                parts = layer.linear, layer.activation, reader
-                net = FeedForward.of(*parts, gate.block_size, gate.scale is not None, views)
-                product = self._run(h, gate, net, engine)
+                run = self._runner if engine == self.engine else Runner(engine)
+                product = run(h, gate, layer.linear, layer.activation, reader, index)
             elif product is None:
                 h = layer(h)
             else:
@@ -186,28 +180,13 @@ class BlockGatedMLP(GatedMLP):
             and (layer.dropout.p == 0 or not layer.dropout.training)
             and (after is None or after.gate is None or not after.gate.input_dependent)
             # Modules with hooks must be called.
-            and not any(_has_hooks(m) for m in (layer, *layer.children(), after or self.output))
-            and (after is None or not _has_hooks(after.linear))
+            and not any(has_hooks(m) for m in (layer, *layer.children(), after or self.output))
+            and (after is None or not has_hooks(after.linear))
         )
-
-    def _run(self, x: Tensor, gate: Gate, net: FeedForward, engine: Engine) -> Tensor:
-        tensors = (x, *net.tensors, *gate.parameters())
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if engine != "auto":
-            rows = "blocks" if needs_grad else "rows"
-            name = {"graph": "triton", "rows": rows}.get(engine, engine)
-            return run_gated(name, x, gate, net)
-        few = len(x) <= MAX_ROWS_BATCH
-        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
-        name, uses = self._fastest.get(key, ("", _REMEASURE_AFTER))
-        if uses >= _REMEASURE_AFTER:
-            name, uses = fastest_engine(x, gate, net, needs_grad), 0
-        self._fastest[key] = (name, uses + 1)
-        return run_gated(name, x, gate, net)
 
     def __getstate__(self) -> dict[str, Any]:
         # Measurements and recordings are specific to this instance and device.
-        caches: dict[str, Any] = {"_fastest": {}, "_views": {}, "_graphs": None, "_replays": {}}
+        caches: dict[str, Any] = {"_graphs": None, "_replays": {}}
         return {**self.__dict__, **caches}
 
     @override
@@ -215,5 +194,8 @@ class BlockGatedMLP(GatedMLP):
         return f"engine={self.engine}"
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def has_hooks(module: nn.Module, owner: object = None) -> bool:
+    """Return True if a module must be called because of hooks, other than those of `owner`."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += module._backward_hooks.values()
+    return any(owner is None or getattr(hook, "__self__", None) is not owner for hook in hooks)

@@ -1,19 +1,26 @@
 """Selection of the engine of a gated feed-forward, by name or by measurement."""
 
+from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dg_lightning.gates import Gate
 from dg_lightning.runtime.engines import dense, run_blocks, run_open_rows
 from dg_lightning.runtime.feed_forward import FeedForward
-from dg_lightning.runtime.timing import shortest_seconds
+from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
-__all__ = ["MAX_ROWS_BATCH", "candidates", "fastest_engine", "run_gated"]
+__all__ = ["Engine", "Fastest", "Runner", "candidates", "fastest_engine", "run_gated"]
+
+Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton", "graph"]
 
 MAX_ROWS_BATCH = 4  # largest batch for the engine `rows`
+_REMEASURE_AFTER = 1000  # uses; open rates change during training
 _ENGINES = {"dense": dense, "blocks": run_blocks, "rows": run_open_rows}
 
 
@@ -61,7 +68,7 @@ def candidates(x: Tensor, needs_grad: bool) -> list[str]:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if x.is_cuda and dtype.itemsize == 2 and torch.version.hip is None:
         with suppress(ImportError):
-            import dg_lightning.runtime.triton_engine  # noqa: F401
+            from dg_lightning.runtime import triton_engine  # noqa: F401
 
             names.append("triton")
     if not x.is_cuda and len(x) <= MAX_ROWS_BATCH and not needs_grad:
@@ -69,16 +76,87 @@ def candidates(x: Tensor, needs_grad: bool) -> list[str]:
     return names
 
 
-def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> str:
+class Runner:
+    """Runs the open blocks of gated feed-forwards, by the engine that is fastest.
+
+    Args:
+        engine: `auto` measures engines for each size of batch, and again from time to time, because
+            open rates change; another name is taken as it is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._fastest: dict[tuple[Any, ...], Fastest] = {}
+        self._views: dict[Any, dict[Any, Any]] = {}  # of weights, by the place of the layer
+        self._evaluated = False  # since the last training pass
+
+    def __call__(
+        self,
+        x: Tensor,
+        gate: Gate,
+        first: nn.Linear,
+        activation: Callable[[Tensor], Tensor],
+        second: nn.Linear,
+        place: Hashable,
+        other: nn.Linear | None = None,
+    ) -> Tensor:
+        """Return what a feed-forward makes of rows ``(rows, width)``; `place` names the layer."""
+        views = self._views.setdefault(place, {})
+        maps = first, activation, second
+        net = FeedForward.of(*maps, gate.block_size, other, gate.scale is not None, views)
+        tensors = (x, *net.tensors, *gate.parameters())
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return run_gated(self._name(x, gate, net, needs_grad), x, gate, net)
+
+    def _name(self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> str:
+        if self.engine != "auto":
+            rows = "blocks" if needs_grad else "rows"
+            return {"graph": "triton", "rows": rows}.get(self.engine, self.engine)
+        few = len(x) <= MAX_ROWS_BATCH
+        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
+        found = self._fastest.get(key)
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        # Checkpointing repeats a training pass, which must not choose another engine then: it is
+        # measured again after an evaluation only.
+        self._evaluated = self._evaluated or not needs_grad
+        again = found is not None and found.uses >= _REMEASURE_AFTER and self._evaluated
+        self._evaluated = self._evaluated and not needs_grad
+        if (found is None or again) and not captured:
+            found = self._fastest[key] = fastest_engine(x, gate, net, needs_grad)
+        if found is None:  # captured without a run before it
+            return candidates(x, needs_grad)[-1]
+        found.uses += 1
+        return found.captured if captured else found.eager
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Measurements and views are specific to this instance and device.
+        return {"engine": self.engine, "_fastest": {}, "_views": {}, "_evaluated": False}
+
+
+@dataclass
+class Fastest:
+    """The engine that is fastest where the host launches kernels, and in a CUDA graph."""
+
+    eager: str
+    captured: str
+    uses: int = 0
+
+
+def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> Fastest:
     """Return the engine that is fastest on a batch, including the backward pass if needed."""
     x = x.detach()
-    # Measuring must not change what stochastic gates sample afterwards.
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        seconds = {
-            name: shortest_seconds(partial(_run_once, name, x, gate, net, needs_grad), x.device)
-            for name in candidates(x, needs_grad)
-        }
-    return min(seconds, key=lambda name: seconds[name])
+    runs = {n: partial(_run_once, n, x, gate, net, needs_grad) for n in candidates(x, needs_grad)}
+    # Measuring must not change what stochastic gates sample afterwards, nor be seen by hooks of
+    # checkpointing.
+    with (
+        torch.random.fork_rng([x.device] if x.is_cuda else []),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        eager = {name: shortest_seconds(run, x.device) for name, run in runs.items()}
+        captured = eager
+        if x.is_cuda:
+            captured = {name: seconds_on_gpu(run, x.device) for name, run in runs.items()}
+    return Fastest(min(eager, key=eager.__getitem__), min(captured, key=captured.__getitem__))
 
 
 def _run_once(name: str, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> None:

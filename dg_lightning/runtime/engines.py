@@ -1,6 +1,6 @@
 """Engines: implementations of a gated feed-forward of which each sample needs only some blocks.
 
-    y = W₂ (g ∘ act(W₁ x + b₁)) + b₂
+    y = W₂ (g ∘ act(W₁ x + b₁)) + b₂,  or  W₂ (g ∘ act(W₁ x + b₁) ∘ (W₃ x + b₃)) + b₂
 
 An open g is 1, or p of a gate that scales.
 
@@ -32,9 +32,11 @@ __all__ = [
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Compute every block and multiply by the gate: the reference."""
-    hidden = net.activation(F.linear(x, *net.first))
-    units = gate.to(hidden.dtype).repeat_interleave(net.block_size, -1)
-    return F.linear(hidden * units, *net.second)
+    units = net.activation(F.linear(x, *net.first))
+    if net.other is not None:
+        units = units * F.linear(x, *net.other)
+    open_units = gate.to(units.dtype).repeat_interleave(net.block_size, -1)
+    return F.linear(units * open_units, *net.second)
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
@@ -48,7 +50,8 @@ def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Multiply each block with the samples that open it, block by block."""
     if not torch.is_grad_enabled():
         return _run_blocks_without_grad(x, gate, net)
-    arguments = x, gate, *net.first, *net.second, net.block_size, net.activation
+    other = net.other or (None, None)
+    arguments = x, gate, *net.first, *net.second, *other, net.block_size, net.activation
     out: Tensor = _RunBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
@@ -70,22 +73,27 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
     for (start, stop), own, of_block in zip(groups, samples, of_blocks, strict=True):
         blocks, sizes = [all_blocks[i] for i in range(start, stop)], counts[start:stop]
         inputs = torch.index_select(x, 0, own, out=_buffer("inputs", x, len(own), x.shape[1]))
-        hidden = _buffer("hidden", x, len(own), net.block_size)
-        packed = _buffer("packed", x, len(own), len(second))
-        parts = zip(inputs.split(sizes), blocks, hidden.split(sizes), strict=True)
-        for part, block, out in parts:
-            if block.bias is None:
-                torch.mm(part, block.first_t, out=out)
-            elif adds_later:
-                torch.mm(part, block.first_t, out=out).add_(block.bias)
-            else:
-                torch.addmm(block.bias, part, block.first_t, out=out)
-        hidden = hidden.relu_() if isinstance(net.activation, nn.ReLU) else net.activation(hidden)
+        made = []
+        for index in range(len(net.makers)):
+            made.append(_buffer(f"made {index}", x, len(own), net.block_size))
+            for part, block, out in zip(
+                inputs.split(sizes), blocks, made[-1].split(sizes), strict=True
+            ):
+                weight, bias = block.makers[index]
+                if bias is None:
+                    torch.mm(part, weight.t(), out=out)
+                elif adds_later:
+                    torch.mm(part, weight.t(), out=out).add_(bias)
+                else:
+                    torch.addmm(bias, part, weight.t(), out=out)
+        units = made[0].relu_() if isinstance(net.activation, nn.ReLU) else net.activation(made[0])
+        if net.other is not None:
+            units = units * made[1]
         if net.scaled:
-            hidden = hidden * gate[own, of_block].to(x.dtype).unsqueeze(1)
-        parts = zip(hidden.split(sizes), blocks, packed.split(sizes), strict=True)
-        for part, block, out in parts:
-            torch.mm(part, block.second_t, out=out)
+            units = units * gate[own, of_block].to(x.dtype).unsqueeze(1)
+        packed = _buffer("packed", x, len(own), len(second))
+        for part, block, out in zip(units.split(sizes), blocks, packed.split(sizes), strict=True):
+            torch.mm(part, block.second.t(), out=out)
         total.index_add_(0, own, packed)
     return total
 
@@ -154,6 +162,8 @@ class _RunBlocks(torch.autograd.Function):
         first_bias: Tensor | None,
         second: Tensor,
         second_bias: Tensor | None,
+        other: Tensor | None,
+        other_bias: Tensor | None,
         block: int,
         activation: Callable[[Tensor], Tensor],
     ) -> Tensor:
@@ -162,49 +172,64 @@ class _RunBlocks(torch.autograd.Function):
         out = x.new_zeros(len(x), len(second))
         if second_bias is not None:
             out += second_bias
-        saved: list[Tensor] = []
-        firsts, seconds = first.split(block), second.split(block, 1)
-        biases = [None] * len(parts) if first_bias is None else first_bias.split(block)
-        for rows, weight, bias, reader in zip(parts, firsts, biases, seconds, strict=True):
-            raw = F.linear(_take_rows(x, rows), weight, bias)
-            hidden = activation(raw)
-            scale = gate[rows, len(saved) // 3, None].to(x.dtype)
-            out.index_add_(0, rows, F.linear(hidden * scale, reader))
-            saved += [rows, raw, hidden]
-        ctx.save_for_backward(x, gate, first, second, *saved)
+        saved: list[Tensor | None] = []
+        for index, rows in enumerate(parts):
+            own = slice(index * block, (index + 1) * block)
+            h = _take_rows(x, rows)
+            raw = F.linear(h, first[own], None if first_bias is None else first_bias[own])
+            value = None
+            units = activation(raw)
+            if other is not None:
+                value = F.linear(h, other[own], None if other_bias is None else other_bias[own])
+                units = units * value
+            scale = gate[rows, index, None].to(x.dtype)
+            out.index_add_(0, rows, F.linear(units * scale, second[:, own]))
+            saved += [rows, raw, value]
+        ctx.save_for_backward(x, gate, first, second, other, *saved)
         ctx.block, ctx.activation = block, activation
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
-        x, gate, first, second, *saved = ctx.saved_tensors
+        x, gate, first, second, other, *saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        kept = (x, gate, first, x.new_empty(len(first)), second)
-        grad_x, grad_gate, grad_w1, grad_b1, grad_w2 = (
-            torch.zeros_like(t) if want else None for t, want in zip(kept, wanted, strict=False)
-        )
+        bias = x.new_empty(len(first))
+        kept = (x, gate, first, bias, second, None, other, bias)
+        grads = [
+            torch.zeros_like(t) if want and t is not None else None
+            for t, want in zip(kept, wanted, strict=False)
+        ]
+        grad_x, grad_gate, *_, grad_second, _, _, _ = grads
         for index in range(len(saved) // 3):
-            rows, raw, hidden = saved[3 * index : 3 * index + 3]
-            units = slice(index * ctx.block, (index + 1) * ctx.block)
-            grad_out = _take_rows(grad_output, rows)
-            grad_hidden = grad_out @ second[:, units]
+            rows, raw, value = saved[3 * index : 3 * index + 3]
+            own = slice(index * ctx.block, (index + 1) * ctx.block)
+            grad_out, h = _take_rows(grad_output, rows), _take_rows(x, rows)
+            grad_units = grad_out @ second[:, own]
             scale = gate[rows, index, None].to(x.dtype)
-            if grad_w2 is not None:
-                grad_w2[:, units] = grad_out.t() @ (hidden * scale)
-            if grad_gate is not None:
-                grad_gate[rows, index] = (grad_hidden * hidden).sum(-1).to(gate.dtype)
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
-                (grad_raw,) = torch.autograd.grad(ctx.activation(raw), raw, grad_hidden * scale)
-            if grad_w1 is not None:
-                grad_w1[units] = grad_raw.t() @ _take_rows(x, rows)
-            if grad_b1 is not None:
-                grad_b1[units] = grad_raw.sum(0)
-            if grad_x is not None:
-                grad_x.index_add_(0, rows, grad_raw @ first[units])
-        grad_b2 = grad_output.sum(0) if wanted[5] else None
-        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None
+                hidden = ctx.activation(raw)
+            units = hidden.detach() if value is None else hidden.detach() * value
+            if grad_second is not None:
+                grad_second[:, own] = grad_out.t() @ (units * scale)
+            if grad_gate is not None:
+                grad_gate[rows, index] = (grad_units * units).sum(-1).to(gate.dtype)
+            grad_units = grad_units * scale
+            grad_hidden = grad_units if value is None else grad_units * value
+            (grad_raw,) = torch.autograd.grad(hidden, raw, grad_hidden)
+            makers = [(2, grad_raw, first)]
+            if value is not None:
+                makers.append((6, grad_units * hidden.detach(), other))
+            for place, gradient, weight in makers:
+                if (grad_weight := grads[place]) is not None:
+                    grad_weight[own] = gradient.t() @ h
+                if (grad_bias := grads[place + 1]) is not None:
+                    grad_bias[own] = gradient.sum(0)
+                if grad_x is not None:
+                    grad_x.index_add_(0, rows, gradient @ weight[own])
+        grads[5] = grad_output.sum(0) if wanted[5] else None
+        return *grads, None, None
 
 
 def refuse_second_derivative() -> None:
@@ -229,14 +254,18 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     blocks, samples = net.blocks(), x.unbind()
     opened = (gate != 0).nonzero()
     is_open = opened.tolist()
-    hidden = x.new_empty(len(is_open), net.block_size)
-    for (sample, block), out in zip(is_open, hidden.unbind(), strict=True):
-        weight, bias = blocks[block].first, blocks[block].bias
-        if bias is None:
-            torch.mv(weight, samples[sample], out=out)
-        else:
-            torch.addmv(bias, weight, samples[sample], out=out)
-    hidden = net.activation(hidden)
+    made = []
+    for index in range(len(net.makers)):
+        made.append(x.new_empty(len(is_open), net.block_size))
+        for (sample, block), out in zip(is_open, made[-1].unbind(), strict=True):
+            weight, bias = blocks[block].makers[index]
+            if bias is None:
+                torch.mv(weight, samples[sample], out=out)
+            else:
+                torch.addmv(bias, weight, samples[sample], out=out)
+    hidden = net.activation(made[0])
+    if net.other is not None:
+        hidden = hidden * made[1]
     if net.scaled:
         hidden = hidden * gate[tuple(opened.t())].to(x.dtype).unsqueeze(1)
     total = _initial_outputs(x, net)

@@ -11,41 +11,40 @@ __all__ = ["Block", "Blocks", "FeedForward"]
 
 
 class Block(NamedTuple):
-    """Weights of a block and their transposes, as views of the full weights."""
+    """Weights and biases of a block, as views of the full ones."""
 
-    first: Tensor
-    first_t: Tensor
-    bias: Tensor | None
+    makers: list[tuple[Tensor, Tensor | None]]  # of the first map, and of the other one if any
     second: Tensor
-    second_t: Tensor
 
 
 class Blocks(dict[int, Block]):
     """Block views, created lazily."""
 
     def __init__(
-        self, size: int, first: Tensor, second: Tensor, bias: Tensor | None = None
+        self, size: int, makers: list[tuple[Tensor, Tensor | None]], second: Tensor
     ) -> None:
         super().__init__()
-        self.size, self.first, self.second, self.bias = size, first, second, bias
+        self.size, self.makers, self.second = size, makers, second
 
     def __missing__(self, block: int) -> Block:
         units = slice(block * self.size, (block + 1) * self.size)
-        first, second = self.first[units], self.second[:, units]
-        bias = None if self.bias is None else self.bias[units]
-        self[block] = views = Block(first, first.t(), bias, second, second.t())
+        makers = [(w[units], None if b is None else b[units]) for w, b in self.makers]
+        self[block] = views = Block(makers, self.second[:, units])
         return views
 
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """Two linear maps with gated units between them.
+    """Linear maps with gated units between them: ``W₂ (g * act(W₁ x + b₁)) + b₂``.
+
+    With `other`, activated outputs are multiplied by those of another map (SwiGLU).
 
     Args:
         first: Weight ``(units, inputs)`` and bias of the map whose outputs are gated.
         activation: Elementwise nonlinearity applied to its outputs.
         second: Weight ``(outputs, units)`` and bias of the map that reads them.
         block_size: Number of adjacent units that share a gate.
+        other: Weight and bias of the other map that makes units, shaped like the first.
         scaled: Whether open gates may differ from 1.
         views: Cache of block views; creating them takes a tenth of the time of a small batch.
     """
@@ -54,6 +53,7 @@ class FeedForward:
     activation: Callable[[Tensor], Tensor]
     second: tuple[Tensor, Tensor | None]
     block_size: int
+    other: tuple[Tensor, Tensor | None] | None = None
     scaled: bool = False
     views: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -64,34 +64,42 @@ class FeedForward:
         activation: Callable[[Tensor], Tensor],
         second: nn.Linear,
         block_size: int,
+        other: nn.Linear | None = None,
         scaled: bool = False,
         views: dict[Any, Any] | None = None,
     ) -> "FeedForward":
-        """Create a feed-forward from two linear layers."""
+        """Create a feed-forward from linear layers."""
         maps = (first.weight, first.bias), (second.weight, second.bias)
+        third = None if other is None else (other.weight, other.bias)
         views = {} if views is None else views
-        return cls(maps[0], activation, maps[1], block_size, scaled, views)
+        return cls(maps[0], activation, maps[1], block_size, third, scaled, views)
+
+    @property
+    def makers(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The maps that make units."""
+        return [self.first] if self.other is None else [self.first, self.other]
 
     def blocks(self) -> Blocks:
         """Return views of the blocks, which follow in-place changes of the weights."""
-        parts = [
-            t.detach() for t in (self.first[0], self.second[0], self.first[1]) if t is not None
-        ]
-        key = (self.block_size, *((t.data_ptr(), t.shape, t.stride()) for t in parts))
+        key = (self.block_size, *((t.data_ptr(), t.shape, t.stride()) for t in self.tensors))
         if key not in self.views:
             self.views.clear()  # the weights have been replaced
-            self.views[key] = Blocks(self.block_size, *parts)
+            makers = [(w.detach(), None if b is None else b.detach()) for w, b in self.makers]
+            self.views[key] = Blocks(self.block_size, makers, self.second[0].detach())
         blocks: Blocks = self.views[key]
         return blocks
 
     @property
     def tensors(self) -> list[Tensor]:
         """All weights and biases."""
-        return [t for t in (*self.first, *self.second) if t is not None]
+        maps = (*self.makers, self.second)
+        return [tensor for pair in maps for tensor in pair if tensor is not None]
 
     def to(self, dtype: torch.dtype) -> "FeedForward":
         """Return a copy cast to another dtype; gradients flow through the cast."""
-        first, second = (
-            (w.to(dtype), None if b is None else b.to(dtype)) for w, b in (self.first, self.second)
+        first, second, *other = (
+            (w.to(dtype), None if b is None else b.to(dtype))
+            for w, b in (self.first, self.second, *self.makers[1:])
         )
-        return FeedForward(first, self.activation, second, self.block_size, self.scaled)
+        third = other[0] if other else None
+        return FeedForward(first, self.activation, second, self.block_size, third, self.scaled)

@@ -38,6 +38,8 @@ def product(
     ends,
     weight,
     bias,
+    gate,
+    value,
     raw,
     out,
     blocks,
@@ -48,6 +50,8 @@ def product(
     weight_input_stride,
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
     KEEPS_RAW: tl.constexpr,
     ACTIVATION: tl.constexpr,
     USES_DESCRIPTOR: tl.constexpr,
@@ -61,7 +65,7 @@ def product(
     STRIP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Multiply tiles of rows with the weights of their block: ``act(x Wᵀ + b)``.
+    """Multiply tiles of rows with the weights of their block: ``g act(x Wᵀ + b) value``.
 
     Persistent programs share the tiles, because only the device knows how many there are.
     """
@@ -117,7 +121,12 @@ def product(
             z = z.to(raw.dtype.element_ty)
             tl.store(raw + entry, z, mask=inside)
             z = z.to(ACC_DTYPE)
-        tl.store(out + entry, _activate(z, ACTIVATION).to(out.dtype.element_ty), mask=inside)
+        z = _activate(z, ACTIVATION)
+        if SCALES:
+            z *= tl.load(gate + source.to(tl.int64) * blocks + block).to(ACC_DTYPE)[:, None]
+        if MULTIPLIES:
+            z *= tl.load(value + entry, mask=inside, other=0.0).to(ACC_DTYPE)
+        tl.store(out + entry, z.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -138,34 +147,53 @@ def gather(x, sample, ends, out, blocks, width, x_stride, COLUMNS: tl.constexpr)
 def activation_backward(
     grad_hidden,
     raw,
+    sample,
     ends,
+    gate,
+    value,
     grad_gate,
+    grad_value,
     blocks,
     ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
     SUMS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Propagate a gradient back through the activation, in place.
+    """Propagate a gradient back through gate and activation, in place, and to `value`.
 
-    With `SUMS`, also compute the gradient of each row's gate: the sum of hidden * grad_hidden.
+    With `SUMS`, also compute the gradient of each row's gate: the sum of units * gradient.
     """
+    b = tl.arange(0, BLOCKS)
+    end = tl.load(ends + b, mask=b < blocks, other=2147483647)
     rows = tl.load(ends + blocks - 1)
     row = tl.program_id(0)
     while row < rows:
+        source = tl.load(sample + row)
+        pair = tl.maximum(source, 0).to(tl.int64) * blocks + tl.sum((end <= row).to(tl.int32), 0)
+        scale = tl.load(gate + pair).to(ACC_DTYPE) if SCALES else 1.0
         total = 0.0
         for start in range(0, WIDTH, COLUMNS):
             n = start + tl.arange(0, COLUMNS)
             place = row.to(tl.int64) * WIDTH + n
             gradient = tl.load(grad_hidden + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
             z = tl.load(raw + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            hidden = _activate(z, ACTIVATION)
+            if MULTIPLIES:
+                to_value = gradient * hidden * scale
+                tl.store(
+                    grad_value + place, to_value.to(grad_value.dtype.element_ty), mask=n < WIDTH
+                )
+                gradient *= tl.load(value + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
             if SUMS:
-                total += tl.sum(gradient * _activate(z, ACTIVATION), 0)
-            gradient *= _activation_grad(z, ACTIVATION)
+                total += tl.sum(gradient * hidden, 0)
+            gradient *= _activation_grad(z, ACTIVATION) * scale
             tl.store(grad_hidden + place, gradient.to(grad_hidden.dtype.element_ty), mask=n < WIDTH)
         if SUMS:
-            tl.store(grad_gate + row, total)
+            tl.store(grad_gate + pair, total, mask=source >= 0)
         row += tl.num_programs(0)
 
 

@@ -6,17 +6,22 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dg_lightning.gates import DynamicGate
 from dg_lightning.gates.base import at_least_float32
 from dg_lightning.runtime import kernels, packing_kernels
+from dg_lightning.runtime.launching import (
+    ROWS,
+    accumulator_dtype,
+    descriptor,
+    multiprocessors,
+    power_of_2,
+    tile_sizes,
+)
 
 __all__ = ["Packing", "worst_case_fits"]
 
-_ROWS = 128  # per tile
 _SAMPLES = 64  # per program
 _CHUNK = 64
 _STRIP = 8  # tiles
@@ -39,7 +44,7 @@ class Packing:
         self.samples, self.blocks = gate.shape
         self.device = gate.device
         tiles = triton.cdiv(self.samples, _SAMPLES)
-        width = _power_of_2(self.blocks, 16)
+        width = power_of_2(self.blocks, 16)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": gate.device}
         # Each block is padded by less than a tile.
         self.rows = _max_rows(self.samples, self.blocks)
@@ -56,8 +61,8 @@ class Packing:
             self.sample,
             tiles,
             self.blocks,
-            TILES=_power_of_2(tiles, _CHUNK),  # rounded to limit recompilation
-            ROWS=_ROWS,
+            TILES=power_of_2(tiles, _CHUNK),  # rounded to limit recompilation
+            ROWS=ROWS,
             CHUNK=_CHUNK,
             WIDTH=width,
         )
@@ -87,7 +92,7 @@ class Packing:
             INNER=x.shape[1],
             DEPTH=128,
             TILE=_SAMPLES,
-            WIDTH=_power_of_2(gate.blocks, 16),
+            WIDTH=power_of_2(gate.blocks, 16),
             num_warps=4,
             num_stages=4,
         )
@@ -97,7 +102,7 @@ class Packing:
     def fit_to_memory(self, row_bytes: int) -> None:
         """Read the exact number of rows from the device if the worst case does not fit."""
         if not worst_case_fits(self.samples, self.blocks, row_bytes, self.device):
-            self.rows = max(int(self.ends[-1]), _ROWS)
+            self.rows = max(int(self.ends[-1]), ROWS)
 
     def product(
         self,
@@ -107,6 +112,8 @@ class Packing:
         *,
         gathers: bool = False,
         activation: str = "",
+        gate: Tensor | None = None,
+        value: Tensor | None = None,
         raw: Tensor | None = None,
     ) -> Tensor:
         """Multiply each row with the weights of its block.
@@ -117,25 +124,29 @@ class Packing:
             bias: Bias of each block, ``(blocks, outputs)``.
             gathers: Whether each row reads its sample of `x`.
             activation: Activation applied to the product.
+            gate: What the activated product is multiplied by, ``(samples, blocks)``.
+            value: Rows that it is multiplied by, too.
             raw: Output tensor for the product before the activation.
         """
         _, width, inner = weight.shape
-        columns, depth, warps, stages, has_descriptors = _tile_sizes(x.device, x.dtype)
-        columns = min(columns, _power_of_2(width, 16))
-        depth = min(depth, _power_of_2(inner, 16))
+        columns, depth, warps, stages, has_descriptors = tile_sizes(x.device, x.dtype)
+        columns = min(columns, power_of_2(width, 16))
+        depth = min(depth, power_of_2(inner, 16))
         stages = min(stages, max(inner // depth - 1, 2))  # no more than the product needs
         even = inner % depth == 0 and width % columns == 0
-        descriptor, by_rows = (
-            _descriptor(weight, columns, depth) if has_descriptors and even else (None, False)
+        described, by_rows = (
+            descriptor(weight, columns, depth) if has_descriptors and even else (None, False)
         )
         out = x.new_empty(self.rows, width)
-        jobs = self.rows // _ROWS * triton.cdiv(width, columns)
-        kernels.product[(min(jobs, _multiprocessors(x.device)),)](
+        jobs = self.rows // ROWS * triton.cdiv(width, columns)
+        kernels.product[(min(jobs, multiprocessors(x.device)),)](
             x,
             self.sample,
             self.ends,
-            weight if descriptor is None else descriptor,
+            weight if described is None else described,
             x if bias is None else bias,
+            x if gate is None else gate,
+            x if value is None else value,
             out if raw is None else raw,
             out,
             self.blocks,
@@ -144,18 +155,20 @@ class Packing:
             *weight.stride(),
             GATHERS=gathers,
             HAS_BIAS=bias is not None,
+            SCALES=gate is not None,
+            MULTIPLIES=value is not None,
             KEEPS_RAW=raw is not None,
             ACTIVATION=activation,
-            USES_DESCRIPTOR=descriptor is not None,
+            USES_DESCRIPTOR=described is not None,
             BY_ROWS=by_rows,
             EVEN=even,
             INNER=inner,
-            BLOCKS=_power_of_2(self.blocks, 2),
-            ROWS=_ROWS,
+            BLOCKS=power_of_2(self.blocks, 2),
+            ROWS=ROWS,
             COLUMNS=columns,
             DEPTH=depth,
             STRIP=_STRIP,
-            ACC_DTYPE=_accumulator_dtype(x),
+            ACC_DTYPE=accumulator_dtype(x),
             num_warps=warps,
             num_stages=stages,
         )
@@ -164,9 +177,9 @@ class Packing:
     def gather(self, x: Tensor) -> Tensor:
         """Return the sample of each row; padding rows are 0."""
         width = x.shape[1]
-        columns = min(_power_of_2(width, 16), 2048)
+        columns = min(power_of_2(width, 16), 2048)
         out = x.new_empty(self.rows, width)
-        grid = (min(self.rows, 16 * _multiprocessors(x.device)), triton.cdiv(width, columns))
+        grid = (min(self.rows, 16 * multiprocessors(x.device)), triton.cdiv(width, columns))
         kernels.gather[grid](
             x, self.sample, self.ends, out, self.blocks, width, x.stride(0), COLUMNS=columns
         )
@@ -192,14 +205,14 @@ class Packing:
         wide = at_least_float32(packed.dtype)
         out = packed.new_empty(parts, self.blocks, width, dtype=wide)
         grid = (self.blocks, triton.cdiv(width, 64), parts)
-        sizes = {"ROWS": _ROWS, "COLUMNS": 64, "ACC_DTYPE": _accumulator_dtype(packed)}
+        sizes = {"ROWS": ROWS, "COLUMNS": 64, "ACC_DTYPE": accumulator_dtype(packed)}
         kernels.sum_blocks[grid](packed, self.ends, out, width, **sizes)
         return out.sum(0).to(packed.dtype)
 
     def sum_samples(self, packed: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the sum of each sample's rows, plus the bias: ``(samples, width)``."""
         width = packed.shape[1]
-        columns = min(_power_of_2(width, 16), 2048)
+        columns = min(power_of_2(width, 16), 2048)
         out = packed.new_empty(self.samples, width)
         kernels.sum_samples[(self.samples, triton.cdiv(width, columns))](
             packed,
@@ -210,35 +223,48 @@ class Packing:
             HAS_BIAS=bias is not None,
             BLOCKS=self.blocks,
             COLUMNS=columns,
-            ACC_DTYPE=_accumulator_dtype(packed),
+            ACC_DTYPE=accumulator_dtype(packed),
         )
         return out
 
     def activation_backward(
-        self, grad_hidden: Tensor, raw: Tensor, activation: str, wants_gate: bool
-    ) -> Tensor | None:
-        """Propagate a gradient back through the activation, in place.
+        self,
+        grad_hidden: Tensor,
+        raw: Tensor,
+        activation: str,
+        gate: Tensor | None,
+        value: Tensor | None,
+        wants_gate: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Propagate a gradient back through the gate and the activation, in place.
 
         Returns:
-            The gradient of the gate, ``(samples, blocks)``, if `wants_gate`.
+            The gradient of the gate, ``(samples, blocks)``, if `wants_gate`, and that of `value`.
         """
         width = raw.shape[1]
-        grad_gate = raw.new_empty(self.rows, dtype=at_least_float32(raw.dtype))
-        kernels.activation_backward[(min(self.rows, 16 * _multiprocessors(raw.device)),)](
+        shape = (self.samples, self.blocks) if wants_gate else (1,)
+        grad_gate = raw.new_zeros(shape, dtype=at_least_float32(raw.dtype))
+        grad_value = None if value is None else torch.empty_like(value)
+        kernels.activation_backward[(min(self.rows, 16 * multiprocessors(raw.device)),)](
             grad_hidden,
             raw,
+            self.sample,
             self.ends,
+            raw if gate is None else gate,
+            raw if value is None else value,
             grad_gate,
+            raw if grad_value is None else grad_value,
             self.blocks,
             ACTIVATION=activation,
+            SCALES=gate is not None,
+            MULTIPLIES=value is not None,
             SUMS=wants_gate,
             WIDTH=width,
-            COLUMNS=min(_power_of_2(width, 16), 1024),
-            ACC_DTYPE=_accumulator_dtype(raw),
+            BLOCKS=power_of_2(self.blocks, 2),
+            COLUMNS=min(power_of_2(width, 16), 1024),
+            ACC_DTYPE=accumulator_dtype(raw),
         )
-        if not wants_gate:
-            return None
-        return grad_gate[self.position.clamp(min=0)].masked_fill_(self.position < 0, 0)
+        return grad_gate if wants_gate else None, grad_value
 
 
 def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.device) -> bool:
@@ -247,54 +273,9 @@ def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.dev
 
 
 def _max_rows(samples: int, blocks: int) -> int:
-    return (samples * blocks // _ROWS + blocks) * _ROWS
-
-
-def _descriptor(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:
-    """Return a descriptor of the full matrix, and whether blocks are rows of it."""
-    blocks, width, inner = weight.shape
-    block_stride, output_stride, input_stride = weight.stride()
-    if input_stride != 1 or output_stride * weight.element_size() % 16 or weight.data_ptr() % 16:
-        return None, False
-    if block_stride == width * output_stride:
-        matrix = weight.as_strided((blocks * width, inner), (output_stride, 1))
-        return TensorDescriptor.from_tensor(matrix, [columns, depth]), True
-    if block_stride != inner:
-        return None, False
-    matrix = weight.as_strided((width, blocks * inner), (output_stride, 1))
-    return TensorDescriptor.from_tensor(matrix, [columns, depth]), False
-
-
-@lru_cache
-def _tile_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, int, int, int, bool]:
-    """Return columns, depth, warps, stages and descriptor support for the device."""
-    if dtype.itemsize > 2 or device.type != "cuda":
-        return 64, 32, 4, 2, False
-    properties: Any = torch.cuda.get_device_properties(device)
-    memory = properties.shared_memory_per_block_optin
-    for columns, warps in ((256, 8), (128, 4)):
-        stages = min(memory // ((_ROWS + columns) * 64 * dtype.itemsize), 4)
-        if stages >= 3:
-            return columns, 64, warps, stages, properties.major >= 9
-    return 64, 64, 4, 2, False
+    return (samples * blocks // ROWS + blocks) * ROWS
 
 
 @lru_cache
 def _memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # Triton interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _power_of_2(size: int, least: int) -> int:
-    return max(int(triton.next_power_of_2(size)), least)
-
-
-def _accumulator_dtype(tensor: Tensor) -> Any:
-    """Return the dtype in which sums are accumulated."""
-    return tl.float64 if tensor.dtype == torch.float64 else tl.float32

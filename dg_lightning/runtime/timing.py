@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-__all__ = ["median_seconds", "peak_bytes", "shortest_seconds"]
+__all__ = ["median_seconds", "peak_bytes", "seconds_on_gpu", "shortest_seconds"]
+
+_QUEUED = 6  # calls of a measurement on a GPU, which overlap with launches as in a real loop
 
 
 def median_seconds(
@@ -44,9 +46,27 @@ def median_seconds(
 
 
 def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the shorter time of two calls, after a warm-up call."""
+    """Return the shorter time per call of two measurements, after a warm-up call."""
     run()
-    return min(_seconds(run, 1, device) for _ in range(2))
+    repeats = _QUEUED if device.type == "cuda" else 1
+    return min(_seconds(run, repeats, device) for _ in range(2))
+
+
+def seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call on the GPU alone, as in a CUDA graph, after a warm-up call.
+
+    Other work keeps the GPU busy while the call is launched.
+    """
+    run()
+    busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        busy @ busy
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:

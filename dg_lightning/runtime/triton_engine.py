@@ -24,15 +24,17 @@ def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
     if packing is None:
         packing = Packing(gate)
-    # Hidden units, before and after their activation, and outputs.
-    entries = (1 + needs_grad) * net.block_size + len(net.second[0])
+    # Hidden units, before and after their activation, other units, and outputs.
+    entries = (1 + needs_grad + (net.other is not None)) * net.block_size + len(net.second[0])
     packing.fit_to_memory(entries * x.element_size())
-    scales = _by_row(gate.detach().to(x.dtype), packing) if net.scaled else None
-    arguments = x, gate, *net.first, *net.second, net.block_size, name, packing, scales
+    scale = gate.detach().contiguous() if net.scaled else None
+    other = net.other or (None, None)
+    maps = *net.first, *net.second, *other
+    arguments: Any = *maps, net.block_size, name, packing, scale
     if needs_grad:
-        out: Tensor = _GatedFeedForward.apply(*arguments)  # type: ignore[no-untyped-call]
+        out: Tensor = _GatedFeedForward.apply(x, gate, *arguments)  # type: ignore[no-untyped-call]
         return out
-    return _forward(x, *arguments[2:], None)[0]
+    return _forward(None, x, *arguments)[0]
 
 
 def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
@@ -65,33 +67,32 @@ def activation_name(activation: Any) -> str:
 
 
 def _forward(
+    raw: Tensor | None,
     x: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
     second: Tensor,
     second_bias: Tensor | None,
+    other: Tensor | None,
+    other_bias: Tensor | None,
     block: int,
     activation: str,
     packing: Packing,
-    scales: Tensor | None,
-    raw: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    weight = first.unflatten(0, (-1, block))
-    bias = None if first_bias is None else first_bias.unflatten(0, (-1, block))
-    hidden = packing.product(x, weight, bias, gathers=True, activation=activation, raw=raw)
-    if scales is not None:
-        hidden = hidden * scales
-    packed = packing.product(hidden, _by_block(second, block))
-    return packing.sum_samples(packed, second_bias), hidden
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the outputs, the gated units and, if there is another map, what it makes."""
 
+    def maker(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        by_block = weight.unflatten(0, (-1, block))
+        return by_block, None if bias is None else bias.unflatten(0, (-1, block))
 
-def _by_row(gate: Tensor, packing: Packing) -> Tensor:
-    """Return the gate of each packed row, ``(rows, 1)``, without synchronizing with the device."""
-    position = packing.position.flatten().long()
-    closed = position < 0
-    rows = gate.new_zeros(packing.rows + 1)  # closed gates share the last one
-    rows[torch.where(closed, packing.rows, position)] = gate.flatten()
-    return rows[:-1].unsqueeze(1)
+    value = None
+    if other is not None:
+        value = packing.product(x, *maker(other, other_bias), gathers=True)
+    how: Any = {"gathers": True, "activation": activation, "gate": scale, "value": value}
+    units = packing.product(x, *maker(first, first_bias), raw=raw, **how)
+    packed = packing.product(units, _by_block(second, block))
+    return packing.sum_samples(packed, second_bias), units, value
 
 
 def _by_block(second: Tensor, block: int) -> Tensor:
@@ -110,15 +111,17 @@ class _GatedFeedForward(torch.autograd.Function):
         first_bias: Tensor | None,
         second: Tensor,
         second_bias: Tensor | None,
+        other: Tensor | None,
+        other_bias: Tensor | None,
         block: int,
         activation: str,
         packing: Packing,
-        scales: Tensor | None,
+        scale: Tensor | None,
     ) -> Tensor:
         raw = x.new_empty(packing.rows, block)
-        weights = first, first_bias, second, second_bias
-        out, hidden = _forward(x, *weights, block, activation, packing, scales, raw)
-        ctx.save_for_backward(x, first, second, raw, hidden, scales)
+        maps = first, first_bias, second, second_bias, other, other_bias
+        out, units, value = _forward(raw, x, *maps, block, activation, packing, scale)
+        ctx.save_for_backward(x, first, second, other, raw, units, value, scale)
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = gate.dtype
         return out
@@ -126,31 +129,36 @@ class _GatedFeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
-        x, first, second, raw, hidden, scales = ctx.saved_tensors
+        x, first, second, other, raw, units, value, scale = ctx.saved_tensors
         packing: Packing = ctx.packing
-        grad_x = grad_gate = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
+        grads: list[Tensor | None] = [None] * 12
         wanted = ctx.needs_input_grad
         # Padding rows are 0 here, and therefore in everything below.
         grad_rows = packing.gather(grad_output.contiguous())
-        grad_hidden = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
+        grad_raw = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
         if wanted[4]:
-            grad_w2 = _grad_w2(packing, grad_rows, hidden, second)
-        # The gradient of an open gate is the sum of grad_hidden times its units before scaling.
-        grad_gate = packing.activation_backward(grad_hidden, raw, ctx.activation, wanted[1])
-        if grad_gate is not None:
-            grad_gate = grad_gate.to(ctx.gate_type)
-        if scales is not None:
-            grad_hidden = grad_hidden * scales
-        if wanted[2]:
-            grad_w1 = packing.outer(grad_hidden, packing.gather(x)).flatten(0, 1)
-        if wanted[3]:
-            grad_b1 = packing.sum_blocks(grad_hidden).flatten()
-        if wanted[0]:
-            weight = first.unflatten(0, (-1, ctx.block)).transpose(1, 2)
-            grad_x = packing.sum_samples(packing.product(grad_hidden, weight))
+            grads[4] = _grad_w2(packing, grad_rows, units, second)
         if wanted[5]:
-            grad_b2 = grad_output.sum(0)
-        return grad_x, grad_gate, grad_w1, grad_b1, grad_w2, grad_b2, None, None, None, None
+            grads[5] = grad_output.sum(0)
+        # The gradient of an open gate is the sum of this times its units before scaling.
+        grad_gate, grad_value = packing.activation_backward(
+            grad_raw, raw, ctx.activation, scale, value, wanted[1]
+        )
+        grads[1] = None if grad_gate is None else grad_gate.to(ctx.gate_type)
+        makers = [(2, grad_raw, first)]
+        if grad_value is not None:
+            makers.append((6, grad_value, other))
+        rows = packing.gather(x) if wanted[2] or wanted[6] else x
+        for place, gradient, weight in makers:
+            if wanted[place]:
+                grads[place] = packing.outer(gradient, rows).flatten(0, 1)
+            if wanted[place + 1]:
+                grads[place + 1] = packing.sum_blocks(gradient).flatten()
+            if wanted[0]:
+                back = weight.unflatten(0, (-1, ctx.block)).transpose(1, 2)
+                part = packing.sum_samples(packing.product(gradient, back))
+                grads[0] = part if grads[0] is None else grads[0] + part
+        return tuple(grads)
 
 
 def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ COLUMNS = (
     "variant",
     "seed",
     "accuracy",
+    "loss",
     "macro_f1",
     "micro_f1",
     "macs",
@@ -115,8 +116,8 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
         "is used once a run, for what the config's own checkpoint rule has kept.",
         markdown_table(
-            ["variant", "runs", "test accuracy", "lead over baseline", "paper", "macro-F1",
-             "micro-F1", "best validation", "training, s"],
+            ["variant", "runs", "test accuracy", "lead over baseline", "test loss", "paper",
+             "macro-F1", "micro-F1", "best validation", "training, s"],
             [_accuracy_cells(s, rows, source["rows"].get(s["variant"], {})) for s in summaries],
         ),
         "MACs are executed multiply-accumulates a sample, on the same hard gates as the accuracy, "
@@ -181,6 +182,7 @@ def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
         str(summary["runs"]) + (f" ({summary['failed']} failed)" if summary["failed"] else ""),
         _percent(summary, "accuracy"),
         "" if lead is None else _format_points(lead[0], lead[1]),
+        _loss(summary),
         _format_percent(paper.get("accuracy")),
         _percent(summary, "macro_f1"),
         _percent(summary, "micro_f1"),
@@ -227,6 +229,13 @@ def _format_points(mean: float, error: float | None) -> str:
 
 def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
+
+
+def _loss(summary: Row) -> str:
+    mean, spread = summary.get("loss_mean"), summary.get("loss_std")
+    if mean is None:
+        return ""
+    return f"{mean:.4f}" + ("" if spread is None else f" ± {spread:.4f}")
 
 
 def _number(summary: Row, key: str, form: str) -> str:

@@ -154,6 +154,7 @@ def _row(
         "variant": trial.variant,
         "seed": trial.seed,
         "accuracy": logged["test/accuracy"],
+        "loss": logged.get("test/loss"),
         "macro_f1": logged.get("test/macro_f1"),
         "micro_f1": logged["test/accuracy"],  # equal for single-label classification
         "val_accuracy": timer.accuracies[-1] if timer.accuracies else None,

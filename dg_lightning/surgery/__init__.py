@@ -2,9 +2,11 @@
 
 `find_units` runs a model on an example and says what can be gated. `add_gates` puts gates in, which
 callbacks then train. `remove_gates` takes them out; `compact` takes out what they close, too.
+`convert` makes a trained Transformer decide token by token what to run.
 """
 
 from .compaction import Compact, compact
+from .conversion import Converted, convert
 from .finding import Found, find_units
 from .gating import add_gates, remove_gates, restore_gates
 from .probing import Units
@@ -12,10 +14,12 @@ from .saving import load_compact, save_compact
 
 __all__ = [
     "Compact",
+    "Converted",
     "Found",
     "Units",
     "add_gates",
     "compact",
+    "convert",
     "find_units",
     "load_compact",
     "remove_gates",

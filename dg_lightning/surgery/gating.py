@@ -15,7 +15,15 @@ from dg_lightning.surgery.finding import Found, find_units
 from dg_lightning.surgery.probing import Units
 from dg_lightning.surgery.recording import first_tensor
 
-__all__ = ["add_gates", "gated_units", "put_gates", "remove_gates", "restore_gates"]
+__all__ = [
+    "add_gates",
+    "attach_gates",
+    "gated_units",
+    "make_gates",
+    "put_gates",
+    "remove_gates",
+    "restore_gates",
+]
 
 _GATE = "dg_gate"  # the attribute of a map under which the gate of its inputs lives
 _NESTED = "dg_use_nested_tensor"  # what a TransformerEncoder had before
@@ -139,7 +147,18 @@ def add_gates(
 
 def put_gates(model: nn.Module, found: Found, settings: Mapping[str, GateSettings]) -> None:
     """Put gates on the units that were found, with the settings of their kind."""
-    gates = {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
+    attach_gates(model, found, make_gates(model, found, settings))
+
+
+def make_gates(
+    model: nn.Module, found: Found, settings: Mapping[str, GateSettings]
+) -> dict[str, Gate]:
+    """Return a gate for the units of each map that reads some, which knows the maps around it."""
+    return {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
+
+
+def attach_gates(model: nn.Module, found: Found, gates: Mapping[str, Gate]) -> None:
+    """Put gates into a model, where they act from now on."""
     for name, gate in gates.items():
         _attach(model, found.units[name], gate)
     for name, count in found.positions.items():
@@ -190,10 +209,11 @@ def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
             f"The {units.kind} of {units.consumer} cannot be decided by the input, position by "
             "position: take static gates."
         )
+    gate.feeds = _feeds(model, units, gate)
     return gate
 
 
-def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
+def _feeds(model: nn.Module, units: Units, gate: Gate) -> Feeds:
     consumer = model.get_submodule(units.consumer)
     rows = {
         model.get_submodule(name): blocks // (gate.block_size // units.block_size)
@@ -201,7 +221,7 @@ def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
     }
     producer, *partners = rows
     in_order = torch.arange(units.size, device="cpu") // gate.block_size
-    gate.feeds = Feeds(
+    return Feeds(
         producer,
         skips_rows=units.is_known,
         consumers=(consumer,),
@@ -209,6 +229,10 @@ def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
         rows={module: row for module, row in rows.items() if not torch.equal(row, in_order)},
         scales_between=units.kind == "heads" or bool(units.between),
     )
+
+
+def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
+    consumer = model.get_submodule(units.consumer)
     gate.train(consumer.training)
     consumer.add_module(_GATE, gate)
     between = [model.get_submodule(name) for name in units.between]
@@ -232,8 +256,8 @@ def remove_gates(model: nn.Module) -> None:
 
 
 def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Put the gates into a model that the callback AddGates had when a checkpoint was saved."""
-    for state in checkpoint.get("callbacks", {}).values():
+    """Put the gates into a model that AddGates or `convert` had when a checkpoint was saved."""
+    for state in (checkpoint, *checkpoint.get("callbacks", {}).values()):
         saved = state.get("add_gates") if isinstance(state, dict) else None
         if saved is not None:
             part = model.get_submodule(saved["module"])

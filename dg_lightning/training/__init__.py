@@ -1,10 +1,12 @@
-"""Training: GatedClassifier, classes as plain values, checkpoints, averages, logging of a step."""
+"""Training: GatedClassifier, GatedLM, classes as plain values, checkpoints, averages, logging."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
 from .captured import CapturedSteps, is_replayed
 from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
 from .device_numbers import DeviceNumbers
+from .language_model import GatedLM
+from .module import GatedModule
 from .spec import trust
 from .step_logging import is_due, is_logged_step, log_step, logged_step
 
@@ -12,6 +14,8 @@ __all__ = [
     "CapturedSteps",
     "DeviceNumbers",
     "GatedClassifier",
+    "GatedLM",
+    "GatedModule",
     "copy_gates_to_averages",
     "is_due",
     "is_logged_step",

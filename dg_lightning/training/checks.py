@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dg_lightning.training.optimizers import unscales_itself
 
@@ -20,6 +20,12 @@ __all__ = [
 
 def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
     """Return the number of classes that is given, or that the net is built with."""
+    if isinstance(net, nn.Module):
+        raise TypeError(
+            f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
+            "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
+            "checkpoint can build it again."
+        )
     if num_classes is None:
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
@@ -29,12 +35,8 @@ def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
     return num_classes
 
 
-def check_settings(
-    label_smoothing: float, gate_lr_factor: float, gate_clip_norm: float | None
-) -> None:
+def check_settings(gate_lr_factor: float, gate_clip_norm: float | None) -> None:
     """Refuse values out of range."""
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
     if gate_lr_factor < 0:
         raise ValueError(f"`gate_lr_factor` must be at least 0, got {gate_lr_factor}.")
     if gate_clip_norm is not None and gate_clip_norm <= 0:

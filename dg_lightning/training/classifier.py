@@ -1,54 +1,28 @@
 """GatedClassifier: a LightningModule that trains any net, gated or not, to classify."""
 
-import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
-from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.report import ComputeReport
-from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
-from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
-from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
-from dg_lightning.surgery import restore_gates
-from dg_lightning.training.averaging import keep_settings_live
-from dg_lightning.training.captured import CapturedSteps
-from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
 from dg_lightning.training.checks import (
     balanced_weights,
     check_class_weights,
-    check_settings,
-    check_sizes,
     known_num_classes,
-    refuse_scaled_gradients,
 )
-from dg_lightning.training.optimizers import build_optimizers, fused_if_open, may_be_fused
-from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
+from dg_lightning.training.module import GatedModule
+from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
 
 __all__ = ["GatedClassifier"]
 
-_SPARSE = (
-    "The model was sparse, and no callback of this training keeps it so: its missing connections "
-    "will come back; add StaticSparse, RigL or another."
-)
 
-
-class GatedClassifier(CapturedSteps, TrustedLoading):
+class GatedClassifier(GatedModule):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
-
-    Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
-    argument and no pickled code. Validation and test take accuracy and MACs from the same hard
-    gates of the same forward passes.
 
     Args:
         net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
@@ -94,204 +68,52 @@ class GatedClassifier(CapturedSteps, TrustedLoading):
         gate_clip_norm: float | None = None,
         capture: bool = False,
     ) -> None:
-        super().__init__()
-        if isinstance(net, nn.Module):
-            raise TypeError(
-                f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
-                "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
-                "checkpoint can build it again."
-            )
-        self.save_hyperparameters()
-        # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
-        path = f"{type(self).__module__}.{type(self).__qualname__}"
-        self.save_hyperparameters({"_class_path": path})
-        self.num_classes = num_classes = known_num_classes(num_classes, net)
-        sizes: dict[str, Any] = {"num_classes": num_classes}
-        if input_shape is not None:
-            sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
-            self.example_input_array = torch.zeros(1, *input_shape)
-        self.net = build(net, "net", nn.Module, **sizes)
-        adam: OptimizerSpec = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
-        self.optimizer = optimizer or adam
-        self.lr_scheduler = lr_scheduler
-        self.lr_scheduler_interval = lr_scheduler_interval
-        self.lr_scheduler_monitor = lr_scheduler_monitor
-        self.label_smoothing, self.gate_lr_factor = label_smoothing, gate_lr_factor
-        self.gate_clip_norm, self.capture = gate_clip_norm, capture
-        check_settings(label_smoothing, gate_lr_factor, gate_clip_norm)
-        self.balanced = class_weights == "balanced"
-        weights = [1.0] * num_classes if class_weights == "balanced" else class_weights
-        check_class_weights(weights, num_classes)
-        # A buffer, so that a checkpoint evaluates with the weights that it was trained with.
-        self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
+        classes = known_num_classes(num_classes, net)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
         metrics = MetricCollection(
             {
-                "accuracy": MulticlassAccuracy(num_classes, average="micro"),
-                "macro_f1": MulticlassF1Score(num_classes, average="macro"),
+                "accuracy": MulticlassAccuracy(classes, average="micro"),
+                "macro_f1": MulticlassF1Score(classes, average="macro"),
             }
         )
-        self.val_metrics = metrics.clone(prefix="val/")
-        self.test_metrics = metrics.clone(prefix="test/")
-        self.val_ledger = ComputeLedger(self.net)
-        self.test_ledger = ComputeLedger(self.net)
-        # Of the last validation or test; logged values are its figures rounded to float32.
-        self.compute_report: ComputeReport | None = None
-        # How the data that it was trained on became its inputs; brought by a checkpoint.
-        self.preparation: dict[str, Any] | None = None
-        self._stage: str | None = None  # of the Trainer, if any
-        self._gates: list[GateLike] = []
-        self._whole_net: WholeNet | None = None  # counted in the first evaluation
-        self._is_counted = False
+        super().__init__(
+            net,
+            input_shape,
+            classes,
+            metrics,
+            optimizer,
+            lr_scheduler,
+            lr_scheduler_interval,
+            lr_scheduler_monitor,
+            gate_lr_factor,
+            gate_clip_norm,
+            capture,
+        )
+        self.save_hyperparameters()
+        self.label_smoothing = label_smoothing
+        self.balanced = class_weights == "balanced"
+        weights = [1.0] * classes if class_weights == "balanced" else class_weights
+        check_class_weights(weights, classes)
+        # A buffer, so that a checkpoint evaluates with the weights that it was trained with.
+        self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
 
     @override
     def setup(self, stage: str) -> None:
-        self._stage = stage
-        self._is_counted = False  # inputs may be of another size
-        if stage == "fit" and not self._keeps_masks() and forget_masks(self):
-            rank_zero_warn(_SPARSE)
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
-            data.use_preparation(self.preparation)
-        check_sizes(self.hparams, data)
+        super().setup(stage)
         if self.balanced and stage == "fit":
             assert isinstance(self.class_weights, Tensor)
+            data: Any = getattr(self.trainer, "datamodule", None)
             self.class_weights.copy_(balanced_weights(data))
 
-    def _keeps_masks(self) -> bool:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return any(hasattr(callback, "connections") for callback in callbacks)
-
     @override
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.net(x)
-        return logits
-
     def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the cross-entropy with class weights and label smoothing."""
         weight: Any = self.class_weights
         return F.cross_entropy(logits, target, weight, label_smoothing=self.label_smoothing)
 
     @override
-    def losses(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, target = batch
-        task_loss = self.task_loss(self(x), target)
-        auxiliary: Tensor | None = getattr(self.net, "auxiliary_loss", lambda: None)()
-        if auxiliary is None:
-            return {"task_loss": task_loss, "loss": task_loss}
-        return {"task_loss": task_loss, "aux_loss": auxiliary, "loss": task_loss + auxiliary}
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        keep_settings_live(self, self.trainer)
-        self._gates = list(gate_layers(self.net, required=False).values())
-
-    @override
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        detach_graph(self._gates)
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluate(batch, "val", self.val_metrics, self.val_ledger)
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return self._evaluate(batch, "test", self.test_metrics, self.test_ledger)
-
-    def _evaluate(
-        self,
-        batch: tuple[Tensor, Tensor],
-        stage: str,
-        metrics: MetricCollection,
-        ledger: ComputeLedger,
-    ) -> dict[str, Tensor]:
-        x, target = batch
-        samples = len(target)
-        known = self._is_counted or torch.compiler.is_compiling()
-        with nullcontext() if known else CountWholeNet(self.net) as count:
-            logits = self(x)
-        if count is not None:
-            self._whole_net, self._is_counted = count.result(samples), True
-        loss = self.task_loss(logits, target)
-        self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
-        metrics.update(logits, target)
-        for name, metric in metrics.items(keep_base=False, copy_state=False):
-            self.log(name, metric, batch_size=samples, prog_bar=name == "val/accuracy")
-        ledger.update(self.net, samples)
-        return {"logits": logits}  # for callbacks
-
-    @override
-    def on_validation_epoch_start(self) -> None:
-        self.val_ledger = ComputeLedger(self.net).to(self.device)  # with gates of now
-
-    @override
-    def on_test_epoch_start(self) -> None:
-        self.test_ledger = ComputeLedger(self.net).to(self.device)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self._log_compute(self.val_ledger)
-
-    def _log_compute(self, ledger: ComputeLedger) -> None:
-        self.compute_report = ledger.report(self.net, self._whole_net)
-        if self.compute_report.uncounted and not self.trainer.sanity_checking:
-            rank_zero_warn(
-                "The shares of compute/... are of the linear maps alone, without "
-                f"{', '.join(self.compute_report.uncounted)}."
-            )
-        for key, value in self.compute_report.metrics().items():
-            self.log(key, value, sync_dist=True, prog_bar=key == "compute/macs_share")
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_compute(self.test_ledger)
-        assert self.compute_report is not None
-        if self.trainer.is_global_zero:
-            import rich
-
-            rich.print(self.compute_report.table())
-
-    @override
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x = batch[0] if isinstance(batch, (tuple, list)) else batch
         probability = self(x).float().softmax(-1)
         return {"prediction": probability.argmax(-1), "probability": probability}
-
-    def gate_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all gates."""
-        gates = gate_layers(self.net, required=False).values()
-        return [p for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()]
-
-    @override
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        gates = [p for p in self.gate_parameters() if p.ndim < 2]
-        scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
-        optimizer = self.optimizer
-        on_gpu = self.device.type == "cuda"
-        if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
-            optimizer = fused_if_open(optimizer)
-        given = self.net.parameters(), gates, optimizer, self.gate_lr_factor
-        return build_optimizers(*given, *scheduling)
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # The ledger must know missing connections where no sparse callback is there to say so.
-        # A fit without that callback would fill them again.
-        if self._stage != "fit":
-            announce_masks(self, saved_masks(checkpoint))
-        elif saved_masks(checkpoint) and not self._keeps_masks():
-            rank_zero_warn(_SPARSE)
-        self.preparation = preparation_in(checkpoint)
-        restore_gates(self, checkpoint)
-
-    @override
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if self.gate_clip_norm is not None:
-            refuse_scaled_gradients(self.trainer, optimizer)
-            clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

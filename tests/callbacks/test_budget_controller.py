@@ -148,3 +148,36 @@ def test_the_average_of_swa_uses_what_was_reached(epochs: int, first: bool, tmp_
     assert controller.landed
     assert share == pytest.approx(controller.reached[""], abs=1e-6)
     assert share <= 0.4
+
+
+class ClosesAll(pl.Callback):
+    """Closes all gates in the beginning, as a penalty that is too strong does, and looks later."""
+
+    def __init__(self) -> None:
+        self.opened: list[float] = []  # after each epoch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, idx: int) -> None:
+        if trainer.global_step == 1:
+            for gate in gate_layers(pl_module).values():
+                gate.shift_bias(-4.0)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        gates: Any = gate_layers(pl_module).values()
+        rates = [float(gate.gate.detach().mean()) * gate.units for gate in gates]
+        self.opened.append(sum(rates) / sum(gate.units for gate in gates))
+
+
+@pytest.mark.parametrize("method", ["pi", "shift"])
+def test_a_shift_opens_gates_that_use_too_little(method: Any, tmp_path: Path) -> None:
+    """The loss does not reach gates that scale where they are closed, and a penalty only closes."""
+    gate = {"kind": "dynamic", "scale": "probability", "initial_spread": 1.0, "temperature": 0.5}
+    times: Any = {"begin": 0.0, "until": 0.2, "landing": 0.9}
+    controller = BudgetController(0.4, "open_rate", method, **times)
+    closing = ClosesAll()
+    fitted([closing, controller], tmp_path, gate, epochs=5)
+    if method == "pi":
+        assert max(closing.opened[1:4]) < 0.1
+    else:
+        assert closing.opened[1:4] == pytest.approx([0.4] * 3, abs=0.1)
+        assert controller._regulators[""].multiplier.value == pytest.approx(0.1)  # not moved
+    assert controller.reached[""] == pytest.approx(0.4, abs=0.02)  # by the landing

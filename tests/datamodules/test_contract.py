@@ -27,6 +27,10 @@ FOLDERS = {
     "TinyImageNetDataModule": "tiny-imagenet-200",
 }
 Make = Callable[..., BaseDataModule]
+# A text has no samples with a class each; `test_text` says what it has instead.
+of_samples = pytest.mark.parametrize(
+    "make", [name for name in NAMES if name != "TextDataModule"], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,7 @@ def all_of(loader: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(inputs), torch.cat(labels)
 
 
+@of_samples
 def test_shapes_types_and_facts(make: Make) -> None:
     data = ready(make, eval_batch_size=7)
     for loader, size in ((data.train_dataloader(), 16), (data.val_dataloader(), 7)):
@@ -95,6 +100,7 @@ def test_the_same_facts_before_setup_and_after_it(make: Make) -> None:
     assert (early.num_classes, early.input_shape) == (late.num_classes, late.input_shape)
 
 
+@of_samples
 def test_weights_balance_the_classes_and_every_part_has_all(make: Make) -> None:
     data = ready(make)
     counts = data.class_counts()
@@ -110,6 +116,7 @@ def test_weights_balance_the_classes_and_every_part_has_all(make: Make) -> None:
 
 
 @pytest.mark.slow
+@of_samples
 def test_parts_are_disjoint_and_loaders_show_every_sample_once(make: Make) -> None:
     data = ready(make)
     seen: dict[int, set[int]] = {}
@@ -195,6 +202,7 @@ def test_a_spawned_worker_cuts_the_same_batches(make: Make) -> None:
         multiprocessing.set_start_method(usual, force=True)
 
 
+@of_samples
 def test_prediction_goes_through_samples_in_order(make: Make) -> None:
     data = ready(make, eval_batch_size=5)
     inputs, labels = all_of(data.predict_dataloader())
@@ -203,6 +211,7 @@ def test_prediction_goes_through_samples_in_order(make: Make) -> None:
     assert len(inputs) == len(part)
 
 
+@of_samples
 def test_loaders_before_setup_are_refused(make: Make) -> None:
     data = make()
     for use in (data.train_dataloader, data.predict_dataloader, lambda: data.class_weights):

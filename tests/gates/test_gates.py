@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 import pickle
 from typing import Any
 
@@ -292,3 +293,25 @@ def test_decision_macs_of_gate_networks_with_blocks(network: Any, macs: int) -> 
     assert gate.decision_macs(torch.tensor(5)).item() == macs
     assert gate.decision_macs().item() == macs
     assert StaticGate(8).decision_macs(torch.tensor([5, 2])).item() == 0
+
+
+def test_a_gate_multiplies_units_block_by_block() -> None:
+    gate = DynamicGate(6, 12, block_size=4, initial_spread=2.0, scale="probability")
+    h, units = torch.randn(3, 5, 6), torch.randn(3, 5, 12)
+    torch.testing.assert_close(gate(h, units), gate(h) * units)
+
+
+def test_tokens_may_differ_from_the_start() -> None:
+    torch.manual_seed(0)
+    gate = DynamicGate(256, 64, initial_spread=2.0, temperature=0.5, initial_open_rate=0.7)
+    z = (gate.logits(torch.randn(4000, 256)) / gate.temperature).detach()
+    assert float(z.std(0).mean()) == pytest.approx(2.0, rel=0.1)
+    assert float(z.mean()) == pytest.approx(math.log(0.7 / 0.3), abs=0.1)
+    weight: Any = gate.network[0].weight
+    before = weight.detach().clone()
+    gate.revive(torch.tensor([3]))
+    after = weight.detach()
+    assert after[3].eq(0).all()
+    assert torch.equal(after[4:], before[4:])
+    with pytest.raises(ValueError, match="`initial_spread` must be at least 0"):
+        DynamicGate(4, 4, initial_spread=-1.0)

@@ -17,6 +17,7 @@ from dg_lightning.monitoring.activity import (
     GateSnapshot,
     HistoryEntry,
 )
+from dg_lightning.monitoring.snapshot import _target
 
 
 def dynamic(units: int = 12, **arguments: Any) -> DynamicGate:
@@ -157,3 +158,31 @@ keys = ("g", "p", "histogram", "by_class")
 result = [torch.allclose(getattr(both, k), getattr(one, k)) for k in keys]
 """)
     assert ranks == [[True] * 4] * 2
+
+
+def test_open_rates_by_position() -> None:
+    gate = DynamicGate(6, 8, block_size=2, initial_spread=2.0).eval()
+    activity = GateActivity({"gate": gate}, positions=5)
+    expected = torch.zeros(5)
+    for _ in range(2):
+        with torch.no_grad():
+            gate(torch.randn(3, 5, 6))
+        assert gate.gate is not None
+        expected += gate.gate.mean((0, 2)) / 2
+        activity.update(samples=3)
+    (snapshot,) = activity.snapshots()
+    assert snapshot.by_position is not None
+    torch.testing.assert_close(snapshot.by_position, expected)
+    with torch.no_grad():
+        gate(torch.randn(3, 4, 6))
+    activity.update(samples=3)  # of another length
+    assert activity.snapshots()[0].by_position is None
+
+
+def test_the_class_of_a_token_is_the_token_itself() -> None:
+    text = torch.randint(9, (3, 6))
+    tokens = _target([text[:, :-1], text[:, 1:]])
+    assert tokens is not None
+    assert torch.equal(tokens, text[:, :-1].flatten())
+    assert _target([text, text.flip(1)]) is None  # tags of tokens
+    assert _target([text.float(), text]) is None

@@ -116,12 +116,12 @@ def test_under_autocast_gates_decide_on_what_is_not_rounded() -> None:
 def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -> None:
     asked: list[int] = []
 
-    def measured(x: torch.Tensor, *_: object) -> str:
+    def measured(x: torch.Tensor, *_: object) -> dispatch.Fastest:
         asked.append(len(x))
-        return "blocks"
+        return dispatch.Fastest("blocks", "blocks")
 
-    monkeypatch.setattr(module, "fastest_engine", measured)
-    monkeypatch.setattr(module, "_REMEASURE_AFTER", 3)
+    monkeypatch.setattr(dispatch, "fastest_engine", measured)
+    monkeypatch.setattr(dispatch, "_REMEASURE_AFTER", 3)
     net = BlockGatedMLP.of(randomised(GatedMLP(12, [32], 5, gate=DYNAMIC)))
     with torch.no_grad():
         for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
@@ -194,7 +194,8 @@ def test_all_engines_that_learn_have_the_same_gradients(monkeypatch: Any, scale:
     x = torch.randn(20, 12, dtype=torch.float64)
     found = []
     for name in ("dense", "blocks"):
-        monkeypatch.setattr(module, "fastest_engine", lambda *_, name=name: name)
+        found_fastest = dispatch.Fastest(name, name)
+        monkeypatch.setattr(dispatch, "fastest_engine", lambda *_, f=found_fastest: f)
         loss = BlockGatedMLP.of(net)(x).square().sum()
         found.append(torch.autograd.grad(loss, list(net.parameters())))
     torch.testing.assert_close(found[0], found[1])

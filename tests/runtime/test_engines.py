@@ -24,7 +24,12 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
                 z = first[units] @ x[sample]
                 if first_bias is not None:
                     z = z + first_bias[units]
-                out[sample] += second[:, units] @ net.activation(z) * gate[sample, block]
+                made = net.activation(z)
+                if net.other is not None:
+                    weight, bias = net.other
+                    v = weight[units] @ x[sample]
+                    made = made * (v if bias is None else v + bias[units])
+                out[sample] += second[:, units] @ made * gate[sample, block]
     return out if second_bias is None else out + second_bias
 
 
@@ -39,6 +44,7 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     bias=st.booleans(),
     by_unit=st.booleans(),
     scaled=st.booleans(),
+    glu=st.booleans(),
 )
 @pytest.mark.parametrize("engine", [masked, run_blocks, run_open_rows])
 def test_every_engine_computes_the_formula(
@@ -52,11 +58,13 @@ def test_every_engine_computes_the_formula(
     bias: Any,
     by_unit: Any,
     scaled: Any,
+    glu: Any,
 ) -> None:
-    net = feed_forward(inputs, blocks, block, 3, activation, bias=bias, scaled=scaled)
+    net = feed_forward(inputs, blocks, block, 3, activation, bias=bias, scaled=scaled, glu=glu)
     if by_unit:
         second = net.second[0].detach().t().contiguous().t()
-        net = FeedForward(net.first, activation, (second, net.second[1]), block, scaled)
+        maps = net.first, activation, (second, net.second[1])
+        net = FeedForward(*maps, block, net.other, scaled)
     x, gate = torch.randn(samples, inputs, dtype=torch.float64), random_gate(samples, blocks, rate)
     if scaled:
         gate = gate * torch.rand_like(gate)
@@ -70,12 +78,16 @@ def test_every_engine_computes_the_formula(
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_gradients_by_blocks_are_those_of_finite_differences(activation: Any, rate: Any) -> Any:
-    net = feed_forward(4, 4, 3, 5, activation)
+@pytest.mark.parametrize("glu", [False, True])
+def test_gradients_by_blocks_are_those_of_finite_differences(
+    activation: Any, rate: Any, glu: bool
+) -> Any:
+    net = feed_forward(4, 4, 3, 5, activation, glu=glu)
     gate = random_gate(6, 4, rate) * (torch.rand(6, 4, dtype=torch.float64) + 0.1)
 
-    def run(x: Any, opened: Any, first: Any, first_bias: Any, second: Any, bias: Any) -> Any:
-        own = FeedForward((first, first_bias), activation, (second, bias), 3, scaled=True)
+    def run(x: Any, opened: Any, *tensors: Any) -> Any:
+        other = tensors[2:4] if glu else None
+        own = FeedForward(tensors[:2], activation, tensors[-2:], 3, other, scaled=True)
         scales = torch.zeros_like(gate).masked_scatter(gate != 0, opened)
         return run_blocks(x, scales, own)
 

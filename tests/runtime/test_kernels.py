@@ -32,13 +32,14 @@ def test_kernels_are_right_when_they_are_interpreted() -> None:
 @here
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("samples", "inputs", "blocks", "block", "outputs", "rate", "bias"),
+    ("samples", "inputs", "blocks", "block", "outputs", "rate", "bias", "glu"),
     [
-        (50, 20, 4, 6, 10, 0.3, True),
-        (3, 40, 3, 16, 5, 0.0, False),
-        (140, 33, 4, 32, 70, 0.6, True),
-        (7, 64, 1, 32, 64, 1.0, True),
-        (201, 64, 2, 64, 64, 0.0, True),  # nobody opens anything
+        (50, 20, 4, 6, 10, 0.3, True, False),
+        (3, 40, 3, 16, 5, 0.0, False, True),
+        (140, 33, 4, 32, 70, 0.6, True, False),
+        (7, 64, 1, 32, 64, 1.0, True, False),
+        (141, 24, 4, 20, 40, 0.4, True, True),
+        (201, 64, 2, 64, 64, 0.0, True, False),  # nobody opens anything
     ],
 )
 def test_values_and_gradients(
@@ -49,6 +50,7 @@ def test_values_and_gradients(
     outputs: Any,
     rate: Any,
     bias: Any,
+    glu: bool,
     dtype: Any,
 ) -> None:
     from dg_lightning.runtime.triton_engine import run_triton
@@ -58,7 +60,7 @@ def test_values_and_gradients(
     for seed, activation in enumerate(chosen):
         torch.manual_seed(seed)
         scaled = samples % 2 == 1
-        made = dtype, bias, DEVICE, scaled
+        made = dtype, bias, DEVICE, scaled, glu
         net = feed_forward(inputs, blocks, block, outputs, activation, *made)
         x = torch.randn(samples, inputs, dtype=dtype, device=DEVICE, requires_grad=True)
         kind = torch.promote_types(dtype, torch.float32)
@@ -97,12 +99,13 @@ def test_weights_by_unit_have_the_same_gradients() -> None:
 
 @here
 def test_packing_places_every_pair_once() -> None:
-    from dg_lightning.runtime.packing import _ROWS, Packing
+    from dg_lightning.runtime.launching import ROWS
+    from dg_lightning.runtime.packing import Packing
 
     gate = random_gate(333, 5, 0.4, torch.float32).to(DEVICE)
     packing = Packing(gate)
     ends = packing.ends.tolist()
-    assert all(end % _ROWS == 0 for end in ends)
+    assert all(end % ROWS == 0 for end in ends)
     rows = packing.position[gate != 0].tolist()
     assert len(set(rows)) == len(rows) == int(gate.sum())
     assert packing.position[gate == 0].eq(-1).all()

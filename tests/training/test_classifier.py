@@ -338,3 +338,16 @@ def test_a_second_fit_accumulation_and_ddp_ready_parameters(tmp_path: Path) -> N
     model(Blobs().x).square().sum().backward()
     # With plain `strategy: ddp` every parameter must take part in every step.
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_targets_may_have_a_class_for_each_pixel(tmp_path: Path) -> None:
+    arguments = {"in_channels": 1, "out_channels": 3, "kernel_size": 1}
+    spec: Any = {"class_path": "torch.nn.Conv2d", "init_args": arguments}
+    model = GatedClassifier(spec, [1, 4, 4], 3)
+    images, classes = torch.randn(10, 1, 4, 4), torch.randint(3, (10, 4, 4))
+    loader = DataLoader(TensorDataset(images, classes), batch_size=5)
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    (logged,) = trainer.validate(model, loader, verbose=False)
+    with torch.no_grad():
+        hits = (model(images).argmax(1) == classes).float().mean()
+    assert logged["val/accuracy"] == pytest.approx(float(hits))

@@ -40,6 +40,7 @@ class RunRecord:
     layers: list[dict[str, str]]  # layers.csv
     units: dict[str, UnitHistory]
     classes: dict[str, tuple[list[str], Tensor]]  # by layer: class names, shares (classes, units)
+    positions: dict[str, list[tuple[float, float]]]  # by layer: share that is open by position
     histograms: dict[str, list[tuple[float, float]]]  # last ones, by layer: lower edge, share
     inputs: dict[str, GateInput]
     confusion: tuple[list[str], Tensor] | None
@@ -75,6 +76,7 @@ def read_run(folder: Path) -> RunRecord:
         layers=read_rows(gates / "layers.csv"),
         units=_read_units(gates / "units.csv"),
         classes=_read_classes(gates / "classes.csv"),
+        positions=_read_positions(gates / "positions.csv"),
         histograms=_read_histograms(gates / "histogram.csv"),
         inputs=_read_inputs(gates / "inputs.csv"),
         confusion=_read_confusion(tested / "confusion.csv"),
@@ -157,6 +159,14 @@ def _read_classes(path: Path) -> dict[str, tuple[list[str], Tensor]]:
     for layer, _, *shares in lines:
         shares_by_layer.setdefault(layer, []).append([float(share) for share in shares])
     return {layer: (header[2:], torch.tensor(rows).T) for layer, rows in shares_by_layer.items()}
+
+
+def _read_positions(path: Path) -> dict[str, list[tuple[float, float]]]:
+    shares: dict[str, list[tuple[float, float]]] = {}
+    for row in read_rows(path):
+        point = float(row["position"]), float(row["open_rate_g"])
+        shares.setdefault(row["layer"], []).append(point)
+    return shares
 
 
 def _read_histograms(path: Path) -> dict[str, list[tuple[float, float]]]:

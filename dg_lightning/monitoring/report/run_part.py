@@ -17,7 +17,8 @@ _SCHEDULES = {
     "Budget: allowed and used": ("gates/budget_",),
 }
 _MAX_FEATURES = 50
-_MAX_CLASSES = 50  # in class maps and confusion matrices
+_MAX_CLASSES = 50  # in confusion matrices
+_MAX_SEEN = 128  # classes, or tokens, in class maps
 
 _NO_METRICS = (
     "<p>No accuracy and loss were recorded: train with a logger (metrics.csv is missing).</p>"
@@ -92,6 +93,9 @@ def _open_rates(run: RunRecord) -> str:
             percent=True,
         )
     )
+    if run.positions:
+        title = "Open by position in a sequence"
+        charts.append(line_chart(title, run.positions, "position", "share", percent=True))
     columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
     rows = [
         [row["layer"], row["epoch"], _percent(row["open_rate_g"]), _percent(row["open_rate_p"]),
@@ -110,9 +114,11 @@ def _gate(run: RunRecord, layer: str, level: int) -> str:
     if layer in run.inputs:
         maps += input_maps(layer, history.g[:, -1], run.inputs[layer].shape)
     maps.append(time_map(layer, history.g, history.epochs))
-    if layer in run.classes and len(run.classes[layer][0]) <= _MAX_CLASSES:
+    if layer in run.classes:
         names, shares = run.classes[layer]
-        maps.append(class_map(layer, shares, names))
+        seen = [index for index, row in enumerate(shares) if not bool(row.isnan().all())]
+        if len(seen) <= _MAX_SEEN:
+            maps.append(class_map(layer, shares[seen], [names[index] for index in seen]))
     if layer in run.histograms:
         bins = run.histograms[layer]
         bars = [

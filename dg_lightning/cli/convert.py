@@ -1,0 +1,112 @@
+"""The command `convert`: gates that look at each token, put into a trained dense Transformer."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.trained import add_checkpoint_options, load_data, resolve_checkpoint
+from dg_lightning.files import replacing, write_text
+from dg_lightning.gates import GateSettings
+from dg_lightning.study.tables import markdown_table
+from dg_lightning.surgery import Converted, convert
+from dg_lightning.training.checkpoint import read_checkpoint
+from dg_lightning.training.module import GatedModule
+from dg_lightning.training.spec import import_class
+
+__all__ = ["run_convert"]
+
+
+def run_convert(args: list[str]) -> None:
+    """Run the command with the arguments after its name."""
+    parser = OneLineErrorParser(
+        prog="dg-lightning convert",
+        description="Make a trained dense Transformer run only some blocks of its feed-forwards "
+        "for each token: cluster units, teach gates, train on.",
+    )
+    add_checkpoint_options(parser)
+    parser.add_argument(
+        "--budget",
+        type=float | list[float],
+        default=0.5,
+        help="Share of the feed-forwards' MACs, decisions included; or several, one model each.",
+    )
+    parser.add_argument("--output", type=str, required=True, help="Folder of the checkpoints.")
+    parser.add_argument("--block_size", type=int, default=64, help="Units that share a gate.")
+    parser.add_argument("--teach_steps", type=int, default=250, help="Steps that teach gates.")
+    parser.add_argument("--tune_steps", type=int, default=1000, help="Steps that train all on.")
+    parser.add_argument("--learning_rate", type=float, default=3e-4, help="Of training on.")
+    parser.add_argument("--seed", type=int, default=0, help="Of batches and their order.")
+    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    given = parser.parse_args(args)
+    path = resolve_checkpoint(given)
+    budgets = given.budget if isinstance(given.budget, list) else [given.budget]
+    if not budgets or not all(0 < budget < 1 for budget in budgets):
+        raise refusal(f"`budget` must be above 0 and below 1, got {given.budget}.")
+    output = Path(given.output)
+    if output.exists() and not output.is_dir():
+        raise refusal(f"`output` must be a folder, and {given.output!r} is a file: name another.")
+    done: list[Converted] = []
+    for budget in budgets:
+        pl.seed_everything(given.seed, verbose=False)
+        model = _load(path)
+        data: Any = load_data(path, given.data_root, needed_by="convert")
+        data.setup("fit")
+        settings: GateSettings = {
+            "kind": "dynamic",
+            "block_size": given.block_size,
+            "scale": "probability",
+        }
+        device = model.device.type
+        bfloat16 = torch.autocast(device, torch.bfloat16) if device == "cuda" else nullcontext()
+        with bfloat16:
+            done.append(
+                convert(
+                    model,
+                    data.train_dataloader(),
+                    budget=budget,
+                    gate=settings,
+                    validation=data.val_dataloader(),
+                    teach_steps=given.teach_steps,
+                    tune_steps=given.tune_steps,
+                    learning_rate=given.learning_rate,
+                )
+            )
+        file = output / f"budget_{budget:g}.ckpt"
+        _save(model, done[-1], path, file)
+        print(f"{done[-1]}: {file}")
+    table = _table(done)
+    write_text(output / "conversion.md", table + "\n")
+    print(table)
+
+
+def _load(path: str) -> GatedModule:
+    class_path = read_checkpoint(path).get("hyper_parameters", {}).get("_class_path")
+    if not isinstance(class_path, str):
+        raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+    model = import_class(class_path, GatedModule).load_from_checkpoint(path, map_location="cpu")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> None:
+    """Write a checkpoint that loads by itself, as one of a training with `AddGates` does."""
+    checkpoint = read_checkpoint(source)
+    for key in ("optimizer_states", "lr_schedulers", "loops"):
+        checkpoint.pop(key, None)
+    checkpoint["state_dict"] = {k: v.detach().cpu() for k, v in model.state_dict().items()}
+    settings = {kind: dict(value) for kind, value in converted.settings.items()}
+    gates = {"module": "", "settings": settings, "found": converted.found.state()}
+    checkpoint |= {"callbacks": {}, "add_gates": gates}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as unfinished:
+        torch.save(checkpoint, unfinished)
+
+
+def _table(done: Sequence[Converted]) -> str:
+    rows = [["dense", "", f"{done[0].loss_before:.4f}"]]
+    rows += [[f"{c.budget:.0%}", f"{c.used:.1%}", f"{c.loss_after:.4f}"] for c in done]
+    return markdown_table(["budget", "used", "validation loss"], rows)

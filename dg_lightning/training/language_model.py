@@ -1,0 +1,123 @@
+"""GatedLM: a LightningModule that trains a net, gated or not, to predict the next token."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from dg_lightning.layers import GatedFeedForward
+from dg_lightning.runtime.dispatch import Engine
+from dg_lightning.runtime.skipping import skip_closed_blocks
+from dg_lightning.training.checks import known_num_classes
+from dg_lightning.training.module import GatedModule
+from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
+
+__all__ = ["GatedLM"]
+
+
+class GatedLM(GatedModule):
+    """Trains a language model, and counts what it executes for a token.
+
+    Batches are pairs of tokens and the tokens that follow them, both ``(batch, tokens)``.
+
+    Args:
+        net: The net, as class path and arguments, such as `dg_lightning.layers.GPT`: tokens in,
+            logits of the next token out.
+        input_shape: Length of the context, as a shape; the command line takes it from the data.
+        num_classes: Number of different tokens; the command line takes it from the data.
+        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
+        lr_scheduler: Class path and arguments.
+        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
+        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
+        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
+            without weight decay. Matrices of GateNets learn as weights do.
+        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
+        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
+            is then `fused` if it can be.
+        engine: How feed-forwards skip closed blocks, see `runtime.skip_closed_blocks`. `masked`
+            computes everything, so that training is the same on every machine; `predict` skips.
+
+    | logged key | meaning |
+    |---|---|
+    | `train/loss` | what is differentiated: task and auxiliary loss |
+    | `train/task_loss`, `train/aux_loss` | its parts, the second of nets with `auxiliary_loss()` |
+    | `val/loss`, `test/loss` | cross-entropy a token in nats, with hard gates |
+    | `val/accuracy`, `test/accuracy` | share of tokens whose next token is the most probable one |
+    | `compute/...` | the ledger of validation and test a token, see `ComputeReport.logged` |
+
+    >>> net = {"class_path": "dg_lightning.layers.GPT", "init_args": {"width": 32, "heads": 2}}
+    >>> GatedLM(net, input_shape=[16], num_classes=256).net.context
+    16
+    """
+
+    input_dtype = torch.long
+
+    def __init__(
+        self,
+        net: NetSpec,
+        input_shape: Sequence[int] | None = None,
+        num_classes: int | None = None,
+        optimizer: OptimizerSpec | None = None,
+        lr_scheduler: SchedulerSpec | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "step",
+        lr_scheduler_monitor: str = "val/loss",
+        gate_lr_factor: float = 1.0,
+        gate_clip_norm: float | None = None,
+        capture: bool = False,
+        engine: Engine = "masked",
+    ) -> None:
+        tokens = known_num_classes(num_classes, net)
+        super().__init__(
+            net,
+            input_shape,
+            tokens,
+            MetricCollection({"accuracy": MulticlassAccuracy(tokens, average="micro")}),
+            optimizer,
+            lr_scheduler,
+            lr_scheduler_interval,
+            lr_scheduler_monitor,
+            gate_lr_factor,
+            gate_clip_norm,
+            capture,
+        )
+        self.save_hyperparameters()
+        if engine != "masked":
+            skip_closed_blocks(self.net, engine)
+
+    @override
+    def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross-entropy of all tokens, in nats."""
+        return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+    @override
+    def samples_in(self, target: Tensor) -> int:
+        return target.numel()  # each token counts
+
+    @override
+    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.flatten(0, -2), target.flatten()
+
+    @override
+    def on_predict_start(self) -> None:
+        if any(isinstance(child, GatedFeedForward) for child in self.net.modules()):
+            skip_closed_blocks(self.net)
+
+    @override
+    def on_predict_end(self) -> None:
+        if any(isinstance(child, GatedFeedForward) for child in self.net.modules()):
+            skip_closed_blocks(self.net, self.hparams["engine"])
+
+    @override
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the tokens of a batch of prompts, continued by draws from the model."""
+        net: Any = self.net
+        length, temperature = int(batch["length"][0]), float(batch["temperature"][0])
+        generator = torch.Generator(self.device)
+        generator.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw other texts
+        tokens: Tensor = net.generate(batch["prompt"], length, temperature, generator)
+        return tokens

@@ -1,0 +1,258 @@
+"""GatedModule: what all LightningModules of this package share, whatever they learn."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torchmetrics import MetricCollection
+from typing_extensions import override
+
+from dg_lightning.compute.metric import ComputeLedger
+from dg_lightning.compute.report import ComputeReport
+from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
+from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
+from dg_lightning.surgery import restore_gates
+from dg_lightning.training.averaging import keep_settings_live
+from dg_lightning.training.captured import CapturedSteps
+from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
+from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
+from dg_lightning.training.optimizers import build_optimizers, fused_if_open, may_be_fused
+from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
+
+__all__ = ["GatedModule"]
+
+_SPARSE = (
+    "The model was sparse, and no callback of this training keeps it so: its missing connections "
+    "will come back; add StaticSparse, RigL or another."
+)
+
+
+class GatedModule(CapturedSteps, TrustedLoading):
+    """Trains a net, gated or not, and counts what it executes.
+
+    Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
+    argument and no pickled code. Validation and test take metrics and MACs from the same hard gates
+    of the same forward passes. A subclass calls `save_hyperparameters` and defines `task_loss`,
+    which takes logits and targets.
+
+    Args:
+        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
+            it is given those that it has a parameter for and that are not set.
+        input_shape: Shape of one sample; the command line takes it from the data.
+        num_classes: Number of classes; the command line takes it from the data.
+        metrics: Metrics of logits and targets, by the names under which they are logged.
+        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
+        lr_scheduler: Class path and arguments.
+        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
+        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
+        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
+            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
+        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
+        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
+            is then `fused` if it can be.
+    """
+
+    input_dtype = torch.float32  # of samples
+
+    def __init__(
+        self,
+        net: NetSpec,
+        input_shape: Sequence[int] | None,
+        num_classes: int,
+        metrics: MetricCollection,
+        optimizer: OptimizerSpec | None = None,
+        lr_scheduler: SchedulerSpec | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        lr_scheduler_monitor: str = "val/loss",
+        gate_lr_factor: float = 1.0,
+        gate_clip_norm: float | None = None,
+        capture: bool = False,
+    ) -> None:
+        super().__init__()
+        # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
+        path = f"{type(self).__module__}.{type(self).__qualname__}"
+        self.save_hyperparameters({"_class_path": path})
+        self.num_classes = num_classes
+        sizes: dict[str, Any] = {"num_classes": num_classes}
+        if input_shape is not None:
+            sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
+            self.example_input_array = torch.zeros(1, *input_shape, dtype=self.input_dtype)
+        self.net = build(net, "net", nn.Module, **sizes)
+        adam: OptimizerSpec = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+        self.optimizer = optimizer or adam
+        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.lr_scheduler_monitor = lr_scheduler_monitor
+        self.gate_lr_factor = gate_lr_factor
+        self.gate_clip_norm, self.capture = gate_clip_norm, capture
+        check_settings(gate_lr_factor, gate_clip_norm)
+        self.val_metrics = metrics.clone(prefix="val/")
+        self.test_metrics = metrics.clone(prefix="test/")
+        self.val_ledger = ComputeLedger(self.net)
+        self.test_ledger = ComputeLedger(self.net)
+        # Of the last validation or test; logged values are its figures rounded to float32.
+        self.compute_report: ComputeReport | None = None
+        # How the data that it was trained on became its inputs; brought by a checkpoint.
+        self.preparation: dict[str, Any] | None = None
+        self._stage: str | None = None  # of the Trainer, if any
+        self._gates: list[GateLike] = []
+        self._whole_net: WholeNet | None = None  # counted in the first evaluation
+        self._is_counted = False
+
+    def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch, without auxiliary losses."""
+        raise NotImplementedError(f"{type(self).__name__} must define `task_loss`.")
+
+    def samples_in(self, target: Tensor) -> int:
+        """Return how many samples a batch has."""
+        return len(target)
+
+    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what metrics compare."""
+        return logits, target
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._stage = stage
+        self._is_counted = False  # inputs may be of another size
+        if stage == "fit" and not self._keeps_masks() and forget_masks(self):
+            rank_zero_warn(_SPARSE)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
+            data.use_preparation(self.preparation)
+        check_sizes(self.hparams, data)
+
+    def _keeps_masks(self) -> bool:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(hasattr(callback, "connections") for callback in callbacks)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+    @override
+    def losses(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, target = batch
+        task_loss = self.task_loss(self(x), target)
+        auxiliary: Tensor | None = getattr(self.net, "auxiliary_loss", lambda: None)()
+        if auxiliary is None:
+            return {"task_loss": task_loss, "loss": task_loss}
+        return {"task_loss": task_loss, "aux_loss": auxiliary, "loss": task_loss + auxiliary}
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        keep_settings_live(self, self.trainer)
+        self._gates = list(gate_layers(self.net, required=False).values())
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        detach_graph(self._gates)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate(batch, "val", self.val_metrics, self.val_ledger)
+
+    @override
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return self._evaluate(batch, "test", self.test_metrics, self.test_ledger)
+
+    def _evaluate(
+        self,
+        batch: tuple[Tensor, Tensor],
+        stage: str,
+        metrics: MetricCollection,
+        ledger: ComputeLedger,
+    ) -> dict[str, Tensor]:
+        x, target = batch
+        samples = self.samples_in(target)
+        known = self._is_counted or torch.compiler.is_compiling()
+        with nullcontext() if known else CountWholeNet(self.net) as count:
+            logits = self(x)
+        if count is not None:
+            self._whole_net, self._is_counted = count.result(samples), True
+        loss = self.task_loss(logits, target)
+        self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
+        metrics.update(*self.judged(logits, target))
+        for name, metric in metrics.items(keep_base=False, copy_state=False):
+            self.log(name, metric, batch_size=samples, prog_bar=name == "val/accuracy")
+        ledger.update(self.net, samples)
+        return {"logits": logits}  # for callbacks
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self.val_ledger = ComputeLedger(self.net).to(self.device)  # with gates of now
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self.test_ledger = ComputeLedger(self.net).to(self.device)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_compute(self.val_ledger)
+
+    def _log_compute(self, ledger: ComputeLedger) -> None:
+        self.compute_report = ledger.report(self.net, self._whole_net)
+        if self.compute_report.uncounted and not self.trainer.sanity_checking:
+            rank_zero_warn(
+                "The shares of compute/... are of the linear maps alone, without "
+                f"{', '.join(self.compute_report.uncounted)}."
+            )
+        for key, value in self.compute_report.metrics().items():
+            self.log(key, value, sync_dist=True, prog_bar=key == "compute/macs_share")
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_compute(self.test_ledger)
+        assert self.compute_report is not None
+        if self.trainer.is_global_zero:
+            import rich
+
+            rich.print(self.compute_report.table())
+
+    def gate_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all gates."""
+        gates = gate_layers(self.net, required=False).values()
+        return [p for gate in gates if isinstance(gate, nn.Module) for p in gate.parameters()]
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        gates = [p for p in self.gate_parameters() if p.ndim < 2]
+        scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
+        optimizer = self.optimizer
+        on_gpu = self.device.type == "cuda"
+        if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
+            optimizer = fused_if_open(optimizer)
+        given = self.net.parameters(), gates, optimizer, self.gate_lr_factor
+        return build_optimizers(*given, *scheduling)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The ledger must know missing connections where no sparse callback is there to say so.
+        # A fit without that callback would fill them again.
+        if self._stage != "fit":
+            announce_masks(self, saved_masks(checkpoint))
+        elif saved_masks(checkpoint) and not self._keeps_masks():
+            rank_zero_warn(_SPARSE)
+        self.preparation = preparation_in(checkpoint)
+        restore_gates(self, checkpoint)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if self.gate_clip_norm is not None:
+            refuse_scaled_gradients(self.trainer, optimizer)
+            clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
