@@ -1,34 +1,27 @@
-"""Token-wise gates in a Transformer: how much faster than dense, and what is learned meanwhile.
+"""Token-wise gates in a Transformer: how much faster than dense.
 
     python benchmarks/transformer.py feed_forward --device cuda
     python benchmarks/transformer.py block --device cuda
     python benchmarks/transformer.py generate
-    python benchmarks/transformer.py train --device cuda --width 2048 --minutes 4 --output DIR
 
 A quarter of the blocks is open, different ones for each token; gates scale, and deciding is
 included. Dense is the same module without gates. `feed_forward` and `block` measure forward passes
 and training steps (forward and backward, for inputs and all parameters), launched by the host and
 as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time. Variants are
-measured in turns and compared by their medians. `train` lets a dense and a gated language model
-learn in turns, for as long each, and draws their losses against the time that each has taken.
+measured in turns and compared by their medians. What is learned in the same time is measured by
+`benchmarks/loss_by_time.py`.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dg_lightning import GatedFeedForward, gate_layers
-from dg_lightning.budget import gate_budgets
-from dg_lightning.datamodules import TextDataModule
 from dg_lightning.layers import GPT
 from dg_lightning.layers.transformer import Block
 from dg_lightning.runtime import skip_closed_blocks
@@ -178,126 +171,22 @@ def generate(width: int, depth: int, length: int, rounds: int) -> None:
     print(f"gated is {speeds['gated'] / speeds['dense']:.2f} times as fast")
 
 
-class Learner:
-    """A language model that learns by itself, and knows how long it has taken.
-
-    Args:
-        net: The model.
-        data: Windows of text.
-        seconds: How long it may learn; gates close in the first half.
-    """
-
-    def __init__(self, net: GPT, data: TextDataModule, seconds: float) -> None:
-        self.net, self.data, self.seconds = net, data, seconds
-        self.device = next(net.parameters()).device
-        adam: Any = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-        self.optimizer = torch.optim.AdamW(net.parameters(), **adam)
-        gated = bool(gate_layers(net, required=False))
-        self.budget = gate_budgets(net, {"": OPEN}, None, "open_rate")[""] if gated else None
-        self.batches = self._batches()
-        self.taken, self.steps = 0.0, 0
-        self.curve: list[tuple[float, int, float]] = []  # seconds, steps, validation loss
-
-    def _batches(self) -> Iterator[Any]:
-        while True:
-            yield from self.data.train_dataloader()
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = (tensor.to(self.device) for tensor in batch)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
-
-    def learn(self, steps: int) -> None:
-        """Take some steps, and look how good the model is afterwards."""
-        self.net.train()
-        self._wait()
-        start = time.perf_counter()
-        for batch in islice(self.batches, steps):
-            for group in self.optimizer.param_groups:
-                group["lr"] = 3e-4 * min((self.steps + 1) / 100, 1.0)
-            self.optimizer.zero_grad()
-            self.loss(batch).backward()
-            if self.budget is not None and self.steps % 10 == 0:
-                progress = min(2 * self.taken / self.seconds, 1.0)
-                self.budget.shift(self.budget.shift_for(OPEN**progress))
-            self.optimizer.step()
-            self.steps += 1
-        self._wait()
-        self.taken += time.perf_counter() - start
-        self.net.eval()
-        with torch.no_grad():
-            losses = [float(self.loss(batch)) for batch in self.data.val_dataloader()]
-        self.curve.append((self.taken, self.steps, sum(losses) / len(losses)))
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
-def train(width: int, depth: int, minutes: float, output: Path, device: str) -> None:
-    """Let a dense and a gated model learn in turns; save their curves and a picture."""
-    tokens = 1024 if device == "cuda" else 64
-    data = TextDataModule(16, context=tokens, packages=device == "cuda", eval_windows=64)
-    data.prepare_data()
-    data.setup("fit")
-    options: Any = {"width": width, "depth": depth, "heads": max(width // 128, 1)}
-    gate = {**gate_of(width // 4), "initial_open_rate": 0.9}
-    learners = {}
-    for name, settings in (("dense", None), ("gated", gate)):
-        torch.manual_seed(0)
-        net = GPT([tokens], 256, gate=settings, **options).to(device)  # type: ignore[arg-type]
-        if settings is not None:
-            skip_closed_blocks(net)
-        learners[name] = Learner(net, data, 60 * minutes)
-    turn = 20
-    while any(learner.taken < 60 * minutes for learner in learners.values()):
-        for learner in learners.values():
-            if learner.taken < 60 * minutes:
-                learner.learn(turn)
-    output.mkdir(parents=True, exist_ok=True)
-    rows = ["net,seconds,steps,loss"]
-    rows += [f"{n},{s:.2f},{k},{x:.4f}" for n, m in learners.items() for s, k, x in m.curve]
-    (output / "curves.csv").write_text("\n".join(rows) + "\n")
-    draw({name: learner.curve for name, learner in learners.items()}, width, output)
-    for name, learner in learners.items():
-        seconds, steps, loss = learner.curve[-1]
-        print(f"{name}: {steps:,} steps in {seconds:.0f} s, validation loss {loss:.4f}")
-
-
-def draw(curves: dict[str, list[tuple[float, int, float]]], width: int, output: Path) -> None:
-    """Draw losses against time."""
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for name, curve in curves.items():
-        axis.plot([point[0] for point in curve], [point[2] for point in curve], label=name)
-    axis.set(title=f"d = {width}", xlabel="seconds of training", ylabel="nats a byte, validation")
-    axis.set_yscale("log")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(output / "curves.png", dpi=120)
-
-
 def main() -> None:
     """Run a measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["feed_forward", "block", "generate", "train"])
+    parser.add_argument("what", choices=["feed_forward", "block", "generate"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--output", type=Path, default=Path("runs/transformer"))
     given = parser.parse_args()
     if given.what == "feed_forward":
         compare(feed_forward, "A feed-forward", given.device)
     elif given.what == "block":
         compare(whole_block, "A Transformer block", given.device)
-    elif given.what == "generate":
-        generate(given.width, given.depth, given.length, given.rounds)
     else:
-        train(given.width, given.depth, given.minutes, given.output, given.device)
+        generate(given.width, given.depth, given.length, given.rounds)
 
 
 if __name__ == "__main__":
