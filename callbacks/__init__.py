@@ -3,19 +3,25 @@
 from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
+from .ewc import EWC
 from .exact_resume import ExactResume
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
 from .minimum_activity import MinimumActivity
+from .revive_dormant import ReviveDormant
 from .rigl import RigL
 from .routing_monitor import RoutingMonitor
 from .set import SET
 from .static_sparse import StaticSparse
+from .task_gates import TaskGates
+from .task_heads import TaskHeads
+from .task_monitor import TaskMonitor
 from .temperature_annealing import TemperatureAnnealing
 from .threshold_phases import ThresholdPhases
 
 __all__ = [
+    "EWC",
     "SET",
     "AddGates",
     "BudgetController",
@@ -25,9 +31,13 @@ __all__ = [
     "GatePenalty",
     "MagnitudePruning",
     "MinimumActivity",
+    "ReviveDormant",
     "RigL",
     "RoutingMonitor",
     "StaticSparse",
+    "TaskGates",
+    "TaskHeads",
+    "TaskMonitor",
     "TemperatureAnnealing",
     "ThresholdPhases",
 ]

@@ -8,8 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -19,14 +17,12 @@ from dg_lightning.arguments import checked
 from dg_lightning.gates.settings import GateSettings, check_gate_settings
 from dg_lightning.surgery import Found, add_gates
 from dg_lightning.surgery.gating import gated_units
-from dg_lightning.surgery.recording import offered_example
+from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training.averaging import has_averages
 
 from ._agreement import state_key
 
 __all__ = ["AddGates"]
-
-_LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 class AddGates(pl.Callback):
@@ -73,10 +69,7 @@ class AddGates(pl.Callback):
         for pair in pairs or []:
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_name, pair))):
                 raise ValueError(f"`pairs` must be a list of two names each, got {pair!r}.")
-        tensors: list[torch.Tensor] = []
-        apply_to_collection(example, torch.Tensor, tensors.append)
-        if example is not None and not tensors:
-            raise ValueError(f"`example` must hold a tensor, got {example!r}.")
+        check_example(example)
         if learning_rate is not None and not learning_rate > 0:
             raise ValueError(f"`learning_rate` must be above 0, got {learning_rate}.")
         self.pairs = pairs or []
@@ -126,7 +119,7 @@ class AddGates(pl.Callback):
             )
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
-            example = _first_inputs(trainer, pl_module, stage)
+            example = first_inputs(trainer, pl_module, stage)
         self._found = add_gates(
             part, **self.settings, pairs=self.pairs, only=self.only, example=example
         )
@@ -212,15 +205,3 @@ def _groups_of_their_own(
         yield groups
     finally:
         Optimizer.add_param_group = add  # type: ignore[method-assign]
-
-
-def _first_inputs(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> Any:
-    """Return the inputs of the first batch of a DataModule, or of the module, if it has one."""
-    method = f"{_LOADERS[stage]}_dataloader"
-    source: Any = getattr(trainer, "datamodule", None) or pl_module
-    if source is pl_module and not is_overridden(method, pl_module):
-        return None
-    with torch.random.fork_rng(devices=[]):
-        batch = next(iter(getattr(source, method)()))
-    batch = pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
-    return batch[0] if isinstance(batch, list | tuple) else batch

@@ -17,7 +17,6 @@ from dg_lightning.rewiring import (
     Initial,
     OpenRates,
     SparseLayer,
-    drop_and_grow,
 )
 from dg_lightning.schedules import Duration
 from dg_lightning.training.optimizers import unscales_itself
@@ -199,10 +198,7 @@ class RigL(Sparse):
     def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
         """Return the new mask of a layer, from the scores for keeping and for growing."""
         fraction = self.schedule.fraction(step)
-        blocks = layer.count // layer.structure.block**2
-        return drop_and_grow(
-            layer.mask, keep, grow, fraction, layer.structure, self.exclude_just_dropped, blocks
-        )
+        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)
 
     @override
     def state_dict(self) -> dict[str, Any]:

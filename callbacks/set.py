@@ -13,7 +13,6 @@ from dg_lightning.rewiring import (
     DropShape,
     Initial,
     SparseLayer,
-    drop_and_grow,
     generator_for,
 )
 from dg_lightning.schedules import Duration
@@ -86,7 +85,4 @@ class SET(Sparse):
     def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
         """Return the new mask of a layer, from the scores for keeping and for growing."""
         fraction = self.schedule.fraction(step)
-        blocks = layer.count // layer.structure.block**2
-        return drop_and_grow(
-            layer.mask, keep, grow, fraction, layer.structure, self.exclude_just_dropped, blocks
-        )
+        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)

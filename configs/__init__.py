@@ -26,9 +26,9 @@ def shipped_configs() -> list[str]:
     >>> "digits/dynamicgate" in shipped_configs()
     True
     """
-    folders = [entry for entry in files("dg_lightning.configs").iterdir() if entry.is_dir()]
-    found = [f"{folder.name}/{entry.name}" for folder in folders for entry in folder.iterdir()]
-    return sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml"))
+    folder = Path(str(files("dg_lightning.configs")))
+    found = folder.rglob("*.yaml")
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in found)
 
 
 def config_summary(name: str) -> str:

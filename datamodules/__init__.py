@@ -7,6 +7,7 @@ from .fashion_mnist import FashionMNISTDataModule
 from .mnist import MNISTDataModule
 from .pbmc3k import PBMC3kDataModule
 from .speech_commands import SpeechCommandsDataModule
+from .task_sequence import TaskSequence
 from .text import TextDataModule
 from .tiny_imagenet import TinyImageNetDataModule
 
@@ -18,6 +19,7 @@ __all__ = [
     "MNISTDataModule",
     "PBMC3kDataModule",
     "SpeechCommandsDataModule",
+    "TaskSequence",
     "TextDataModule",
     "TinyImageNetDataModule",
 ]

@@ -63,7 +63,7 @@ def on_device(part: Samples, device: torch.device | None) -> Samples:
     if device is None or device.type != "cuda" or not isinstance(part, Part):
         return part
     normal = isinstance(part.augmentation, CropFlip) and isinstance(part.prepare, Normalize)
-    if part.augmentation is not None and not normal:
+    if part.augmentation is not None and not (normal and part.change is None):
         return part
     size = len(part) * _samples(part, np.arange(1)).nbytes
     free, _ = torch.cuda.mem_get_info(device)

@@ -74,6 +74,7 @@ class Part(Dataset[Batch]):
     labels: Tensor  # label of each sample
     prepare: Callable[[Tensor], Tensor] | None = None  # table rows -> model inputs
     augmentation: Augmentation | None = None
+    change: Callable[[Tensor, Indices], Tensor] | None = None  # after augmentation, by table row
     _cached_draws: tuple[tuple[int, int], Draws] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -85,6 +86,8 @@ class Part(Dataset[Batch]):
         if self.augmentation is not None:
             draws = self.draws_for_epoch(self.augmentation, seed, epoch)
             inputs = self.augmentation.apply(inputs, {k: v[indices] for k, v in draws.items()})
+        if self.change is not None:
+            inputs = self.change(inputs, self.rows[indices])
         if self.prepare is not None:
             inputs = self.prepare(inputs)
         return inputs, self.labels[torch.from_numpy(indices)]

@@ -81,8 +81,6 @@ class BaseDataModule(PreparedData):
         self._parts: dict[str, Part] = {}
         self._stage = ""
 
-    # Defined by subclasses.
-
     @abstractmethod
     def sources(self) -> Sequence[Path | str]:
         """Return the files to decode, whether they exist or not."""
@@ -98,8 +96,6 @@ class BaseDataModule(PreparedData):
     @abstractmethod
     def split(self, tables: Tables) -> dict[str, Part]:
         """Return the splits `train`, `val` and `test`."""
-
-    # Provided for all datasets.
 
     @override
     def prepare_data(self) -> None:
@@ -255,6 +251,10 @@ class BaseDataModule(PreparedData):
             generator=torch.Generator(),  # do not draw worker seeds from the global generator
         )
 
+    def part_to_load(self, name: str) -> Part:
+        """Return the samples of a loader."""
+        return self.part(name)
+
     def part_to_predict(self) -> Part:
         """Return the samples for `predict`, in dataset order."""
         return self.part("test")
@@ -265,7 +265,7 @@ class BaseDataModule(PreparedData):
             running = trainer.state.status == TrainerStatus.RUNNING  # batches are for its model
             device = trainer.strategy.root_device if running else None
         return BatchLoader(
-            on_device(self.part(part), device),
+            on_device(self.part_to_load(part), device),
             self.batch_size if training else self.eval_batch_size or self.batch_size,
             shuffle=shuffle,
             place=self._rank_and_world_size,

@@ -22,12 +22,19 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
     "MagnitudePruning": {"sparsity": 0.5, "begin": 4, "layers": ["*3"]},
+    "ReviveDormant": {"threshold": 0.5, "every_n_steps": 4, "maturity": 2},
     "RigL": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*1.linear"], "gate_aware": "grow"},
     "RoutingMonitor": {},
     "SET": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*2.linear"]},
     "StaticSparse": {"sparsity": 0.8},
     "TemperatureAnnealing": {},
     "ThresholdPhases": {},
+}
+OF_TASKS: dict[str, dict[str, Any]] = {  # which need a DataModule of tasks
+    "EWC": {"weight": 10.0},
+    "TaskGates": {},
+    "TaskHeads": {},
+    "TaskMonitor": {},
 }
 each = pytest.mark.parametrize("name", ARGUMENTS)
 
@@ -39,7 +46,7 @@ def make(name: str) -> Any:
 def together(pressing: str = "GatePenalty") -> list[Any]:
     # RoutingMonitor follows routers, which have an open rate of their own.
     others = {"BudgetController", "GatePenalty", "StaticSparse", "RoutingMonitor"} - {pressing}
-    others.add("AddGates")  # there are gates already
+    others |= {"AddGates", "ReviveDormant"}  # there are gates already
     return [make(name) for name in ARGUMENTS if name not in others]
 
 
@@ -93,7 +100,9 @@ class Ungated(Foreign):
 
 
 def module_for(name: str) -> Foreign:
-    return {"RoutingMonitor": Mixture, "AddGates": Ungated}.get(name, Foreign)()
+    return {"RoutingMonitor": Mixture, "AddGates": Ungated, "ReviveDormant": Ungated}.get(
+        name, Foreign
+    )()
 
 
 def trainer_for(callbacks: list[Any], root: Path, **arguments: Any) -> pl.Trainer:

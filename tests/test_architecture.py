@@ -17,7 +17,7 @@ LEVELS = [
     {"gates"},
     {"layers", "compute", "schedules"},
     {"budget", "collapse", "rewiring"},
-    {"surgery", "training", "monitoring", "runtime"},
+    {"surgery", "continual", "training", "monitoring", "runtime"},
     {"callbacks", "datamodules"},
     {"study", "checking"},
     {"cli"},

@@ -44,7 +44,7 @@ def test_commands_run_in_the_order_of_the_page() -> None:
 
 def test_every_shipped_config_is_named() -> None:
     for name in shipped_configs():
-        group, _, item = name.partition("/")
+        group, _, item = name.rpartition("/")
         assert f"`{name}`" in README or (f"`{group}`" in README and f"`{item}`" in README), name
 
 

@@ -22,8 +22,10 @@ __all__ = [
     "gate_layers",
     "matching",
     "preserve_probability",
+    "protected_mask",
     "set_connections",
     "set_initial_temperature",
+    "set_protected",
 ]
 
 T = TypeVar("T")
@@ -239,3 +241,15 @@ def set_connections(layer: nn.Module, mask: Tensor | None, count: int | None = N
     if mask is not None:
         count = int(mask.sum()) if count is None else count
         vars(layer).update(connection_mask=mask, connection_count=count)
+
+
+def protected_mask(layer: nn.Module) -> Tensor | None:
+    """Return the bool mask of weights that must not change; None if all may."""
+    return getattr(layer, "protected_mask", None)
+
+
+def set_protected(layer: nn.Module, mask: Tensor | None) -> None:
+    """Announce which weights of a layer must not change, as those of finished tasks."""
+    vars(layer).pop("protected_mask", None)
+    if mask is not None:
+        vars(layer)["protected_mask"] = mask

@@ -19,7 +19,10 @@ _SUMMARIES = {
     "train/loss": "last,min",
 }
 _AXIS = "trainer/global_step"
-_GROUPS = ("train", "val", "test", "compute", "gates", "collapse", "routing", "rewire")
+_GROUPS = (
+    *("train", "val", "test", "compute", "gates", "collapse", "routing", "rewire"),
+    *("tasks", "dormant"),
+)
 
 
 def run_folder(trainer: Any) -> Path:

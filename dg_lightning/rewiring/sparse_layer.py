@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from dg_lightning.gates.protocol import set_connections
+from dg_lightning.gates.protocol import protected_mask, set_connections
 
+from .drop_and_grow import drop_and_grow
 from .structures import Structure
 from .zeroing import zero_outside
 
@@ -98,6 +99,16 @@ class SparseLayer:
                 "torch.nn.utils.prune, and its mask no longer holds: change it in place, or leave "
                 "the layer out with `layers`."
             )
+
+    def rewired(self, keep: Tensor, grow: Tensor, fraction: float, exclude: bool) -> Tensor:
+        """Return a mask with other connections, see `drop_and_grow`; protected ones stay."""
+        protected = protected_mask(self.layer)
+        if protected is not None:
+            keep = keep + protected * (keep.max() + 1)
+            grow = grow.masked_fill(protected, -1)
+            fraction = min(fraction, int((self.mask & ~protected).sum()) / max(1, self.count))
+        blocks = self.count // self.structure.block**2
+        return drop_and_grow(self.mask, keep, grow, fraction, self.structure, exclude, blocks)
 
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
         """Take a new mask, see `change_connections`."""

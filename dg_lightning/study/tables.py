@@ -41,6 +41,15 @@ COLUMNS = (
     "status",
     "reason",
 )
+TASK_KEYS = (  # logged by `TaskMonitor` and `TaskGates`
+    "tasks/average_accuracy",
+    "tasks/forgetting",
+    "tasks/accuracy_when_learned",
+    "tasks/forward_transfer",
+    "tasks/overlap",
+    "tasks/units_used",
+    "tasks/passes",
+)
 TEXTS = ("dataset", "variant", "training", "device", "status", "reason")
 _NAMES = (*TEXTS, "seed")
 
@@ -132,6 +141,16 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
             [_compute_cells(s, source["rows"].get(s["variant"], {})) for s in summaries],
         ),
     ]  # fmt: skip
+    if any("tasks_average_accuracy_mean" in summary for summary in summaries):
+        parts += [
+            "Tasks in sequence: mean accuracy on the test parts of all tasks after the last one; "
+            "forgetting and transfer as of validation.",
+            markdown_table(
+                ["variant", "average accuracy", "forgetting", "when learned", "forward transfer",
+                 "overlap", "passes"],
+                [_task_cells(summary) for summary in summaries],
+            ),
+        ]  # fmt: skip
     if remarks := published_remarks(source, rows):
         parts += [f"Of the paper's table ({source['table']}):", remarks]
     else:
@@ -208,6 +227,18 @@ def _compute_cells(summary: Row, paper: Row) -> list[str]:
         _number(summary, "params", ",.0f"),
         _number(summary, "params_needed", ",.0f"),
     ]
+
+
+def _task_cells(summary: Row) -> list[str]:
+    shares = (
+        "average_accuracy",
+        "forgetting",
+        "accuracy_when_learned",
+        "forward_transfer",
+        "overlap",
+    )
+    cells = [_percent(summary, f"tasks_{name}") for name in shares]
+    return [f"`{summary['variant']}`", *cells, _number(summary, "tasks_passes", ".0f")]
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:

@@ -17,6 +17,7 @@ from dg_lightning.compute.macs import needed_parameters
 from dg_lightning.compute.report import ComputeReport
 from dg_lightning.study.published import published, relative_macs_by_rule
 from dg_lightning.study.settings import PlannedTrial
+from dg_lightning.study.tables import TASK_KEYS
 
 __all__ = ["RunCommand", "Stopwatch", "log_path", "run_folder", "train", "train_and_test"]
 
@@ -165,6 +166,7 @@ def _row(
         "training": _describe_training(cli),
         "params": sum(p.numel() for p in cli.model.parameters()),
         "device": cli.trainer.strategy.root_device.type,
+        **{key.replace("/", "_"): logged[key] for key in TASK_KEYS if key in logged},
     }
     report: ComputeReport | None = getattr(cli.model, "compute_report", None)
     if report is None:  # a user's own module

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -17,10 +18,14 @@ __all__ = [
     "Recording",
     "arguments_of",
     "call_model",
+    "check_example",
+    "first_inputs",
     "first_tensor",
     "offered_example",
     "record",
 ]
+
+_LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,3 +191,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required)
         for buffer, before in buffers:
             buffer.data.copy_(before)  # behind the back of graphs, which need it for gradients
+
+
+def check_example(example: Any) -> None:
+    """Raise ValueError if an example is given that holds no tensor."""
+    tensors: list[Tensor] = []
+    apply_to_collection(example, Tensor, tensors.append)
+    if example is not None and not tensors:
+        raise ValueError(f"`example` must hold a tensor, got {example!r}.")
+
+
+def first_inputs(trainer: Any, pl_module: Any, stage: str) -> Any:
+    """Return the inputs of the first batch of a DataModule, or of the module, if it has one."""
+    method = f"{_LOADERS[stage]}_dataloader"
+    source: Any = getattr(trainer, "datamodule", None) or pl_module
+    if source is pl_module and not is_overridden(method, pl_module):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(getattr(source, method)()))
+    batch = pl_module.transfer_batch_to_device(batch, pl_module.device, 0)
+    return batch[0] if isinstance(batch, list | tuple) else batch

@@ -9,7 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from foreign_nets import ARGUMENTS, Foreign, data, each, make, module_for, together, trainer_for
+from foreign_nets import (
+    ARGUMENTS,
+    OF_TASKS,
+    Foreign,
+    data,
+    each,
+    make,
+    module_for,
+    together,
+    trainer_for,
+)
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -32,7 +42,8 @@ pytestmark = [
 
 
 def test_every_exported_callback_has_arguments_here() -> None:
-    assert set(ARGUMENTS) == set(dg_lightning.callbacks.__all__)  # type: ignore[attr-defined]
+    exported = set(dg_lightning.callbacks.__all__)  # type: ignore[attr-defined]
+    assert {*ARGUMENTS, *OF_TASKS} == exported
 
 
 @each
@@ -46,7 +57,7 @@ def test_runs_alone_on_a_foreign_module_twice_and_logs_what_it_says(
         trainer.fit(model, data())
         assert trainer.global_step == 12
     keys = {key.split("/")[0] for key in trainer.callback_metrics}
-    assert keys <= {"loss", "val", "gates", "collapse", "rewire", "routing", "compute"}
+    assert keys <= {"loss", "val", "gates", "collapse", "rewire", "routing", "compute", "dormant"}
     trainer.fit_loop.epoch_loop.max_steps = 16  # the same Trainer goes on
     trainer.fit(model, data())
     assert trainer.global_step == 16
@@ -93,6 +104,10 @@ def test_a_module_without_gates_is_refused_where_gates_are_needed(
         return
     if name == "AddGates":
         with pytest.raises(ValueError, match="has no feed_forward to gate"):
+            trainer.fit(model, data())
+        return
+    if name == "ReviveDormant":
+        with pytest.raises(ValueError, match="Foreign has no units to revive"):
             trainer.fit(model, data())
         return
     if name in ("MagnitudePruning", "RigL", "SET"):

@@ -79,8 +79,9 @@ def test_a_gate_that_does_not_run_in_a_batch_has_no_penalty_in_it(
     assert gradients == [False, True] * 6
 
 
-# Those of `PENALTIES` apart, and those that look for other layers.
+# Those of `PENALTIES` apart, those that look for other layers, and those that call the module.
 ELSEWHERE = {"AddGates", "BudgetController", "MagnitudePruning", "RigL", "RoutingMonitor", "SET"}
+ELSEWHERE.add("ReviveDormant")
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - ELSEWHERE))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import pytest
-from foreign_nets import ARGUMENTS
+from foreign_nets import ARGUMENTS, OF_TASKS
 
 import dg_lightning.callbacks
 from dg_lightning.collapse.diagnosis import Limits
@@ -19,7 +19,7 @@ from dg_lightning.schedules import Phase, Schedule
 pydantic = pytest.importorskip("pydantic")
 
 CLASSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    **{n: (getattr(dg_lightning.callbacks, n), arguments) for n, arguments in ARGUMENTS.items()},
+    **{n: (getattr(dg_lightning.callbacks, n), a) for n, a in {**ARGUMENTS, **OF_TASKS}.items()},
     "Schedule": (Schedule, {"start": 1.0, "end": 0.5}),
     "Phase": (Phase, {"keep": 0.5, "threshold": 0.5, "weight_factor": 1.0}),
     "Limits": (Limits, {}),

@@ -10,7 +10,7 @@ from torch import Tensor
 from dg_lightning.monitoring.figures import as_image
 from dg_lightning.monitoring.report.html import attribute, json_attribute, text
 
-__all__ = ["class_map", "confusion_map", "input_maps", "time_map"]
+__all__ = ["class_map", "confusion_map", "input_maps", "task_map", "time_map"]
 
 _MAX_ROWS = 512
 _MISSING = 255  # shares are 0 to 250
@@ -113,6 +113,17 @@ def confusion_map(names: Sequence[str], counts: Tensor) -> str:
     return heat_map(
         "Confusion matrix of the test", shares.float(), names, names, "true class",
         "predicted class", label, square=True, tooltips=tooltips,
+    )  # fmt: skip
+
+
+def task_map(accuracies: Tensor) -> str:
+    """Return a map of the accuracy on every task (columns) after learning each (rows)."""
+    names = [str(task) for task in range(len(accuracies))]
+    last = accuracies[~accuracies.isnan().all(1)][-1:].nanmean()
+    label = f"Accuracy on {len(names)} tasks after learning each; at the end {last:.2%} on average"
+    return heat_map(
+        "Accuracy on every task, after learning each", accuracies, names, names,
+        "task just learned", "task", label, square=True,
     )  # fmt: skip
 
 

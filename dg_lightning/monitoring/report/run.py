@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dg_lightning.monitoring.tables import read_lines, read_rows
 
-__all__ = ["GateInput", "RunRecord", "UnitHistory", "is_run", "read_run"]
+__all__ = ["GateInput", "RunRecord", "UnitHistory", "is_run", "read_run", "read_tasks"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class RunRecord:
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
     verdicts: list[dict[str, str]]
+    tasks: Tensor | None = None  # accuracy after learning each task (rows), by task (columns)
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -82,6 +83,7 @@ def read_run(folder: Path) -> RunRecord:
         confusion=_read_confusion(tested / "confusion.csv"),
         compute=read_rows(tested / "compute.csv"),
         verdicts=read_rows(gates / "collapse.csv"),
+        tasks=read_tasks(folder / "tasks.csv"),
         config=_read_text(folder / "config.yaml"),
         versions=_read_versions(folder / "versions.json"),
     )
@@ -195,3 +197,9 @@ def _read_confusion(path: Path) -> tuple[list[str], Tensor] | None:
     if not lines:
         return None
     return header[1:], torch.tensor([[float(count) for count in line[1:]] for line in lines])
+
+
+def read_tasks(path: Path) -> Tensor | None:
+    """Read the accuracies after each task of a sequence; None if there was none."""
+    lines = [[float(value) for value in line] for line in read_lines(path)]
+    return torch.tensor(lines[1:]) if len(lines) > 1 else None

@@ -4,7 +4,13 @@ from collections import defaultdict
 
 from dg_lightning.monitoring.report.charts import Bar, bar_chart, line_chart
 from dg_lightning.monitoring.report.html import details, section, table, text
-from dg_lightning.monitoring.report.maps import class_map, confusion_map, input_maps, time_map
+from dg_lightning.monitoring.report.maps import (
+    class_map,
+    confusion_map,
+    input_maps,
+    task_map,
+    time_map,
+)
 from dg_lightning.monitoring.report.run import RunRecord
 
 __all__ = ["run_part"]
@@ -29,6 +35,7 @@ def run_part(run: RunRecord, level: int = 2) -> str:
     """Return the report of one run as HTML."""
     parts = [
         section("How it went", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
+        section("Tasks in sequence", _tasks(run), level=level),
         section("Open rates by layer", _open_rates(run), level=level),
         *(_gate(run, layer, level) for layer in run.units),
         section("Schedules", _schedules(run), level=level),
@@ -43,11 +50,17 @@ def run_part(run: RunRecord, level: int = 2) -> str:
 def _final_metrics(run: RunRecord) -> str:
     last: dict[str, float] = {}
     for row in run.metrics:
-        last |= {key: value for key, value in row.items() if key.startswith(("val/", "compute/"))}
+        last |= {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("val/", "compute/", "tasks/"))
+        }
     last |= {key: value for key, value in run.test.items() if key != "step"}
     names = {
         "test/accuracy": ("test accuracy", ".2%"),
         "test/macro_f1": ("test macro-F1", ".2%"),
+        "tasks/average_accuracy": ("mean of the tasks' accuracies", ".2%"),
+        "tasks/forgetting": ("forgetting", ".2%"),
         "val/accuracy": ("validation accuracy", ".2%"),
         "compute/macs": ("executed MACs a sample", ",.0f"),
         "compute/macs_share": ("of the dense net's", ".2%"),
@@ -69,6 +82,22 @@ def _curves(run: RunRecord) -> str:
             "step",
             "loss",
         ),
+    ]
+    return _tiles(charts)
+
+
+def _tasks(run: RunRecord) -> str:
+    if run.tasks is None:
+        return ""
+    learned = [(task, value) for task, value in enumerate(run.tasks.diagonal().tolist())]
+    known = [(float(task), value) for task, value in learned if value == value]
+    keys = {"average accuracy": "tasks/average_accuracy", "forgetting": "tasks/forgetting"}
+    curves = {name: run.curve(key) for name, key in keys.items()}
+    title = "Accuracy right after learning a task"
+    charts = [
+        task_map(run.tasks),
+        line_chart(title, {"accuracy": known}, "task", "accuracy", percent=True),
+        line_chart("Over the tasks learned so far", curves, "step", "share", percent=True),
     ]
     return _tiles(charts)
 

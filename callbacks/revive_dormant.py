@@ -1,0 +1,187 @@
+"""Give units that have gone silent a fresh start."""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.arguments import checked
+from dg_lightning.continual.dormant import WatchedUnits, find_watched
+from dg_lightning.gates.protocol import matching
+from dg_lightning.rewiring import generator_for
+from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
+from dg_lightning.training import log_step
+
+from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
+from ._restored import Restored
+
+__all__ = ["ReviveDormant"]
+
+
+class ReviveDormant(Restored):
+    """Keeps a net able to learn: units that hardly act or carry little start anew.
+
+    A unit that starts anew gets fresh incoming weights, no outgoing ones, and a fresh state of the
+    optimizer; what it has added on average stays, as part of a bias. Units are those between linear
+    maps or convolutions, found by running the model, whatever it is. Units that a finished task
+    uses (`TaskGates`) are left alone.
+
+    Args:
+        rule: `dormant`: units whose mean size is at most `threshold` of their layer's mean, every
+            `every_n_steps` (Sokar et al., "The dormant neuron phenomenon in deep reinforcement
+            learning", arXiv:2302.12902). `utility`: in every step a share `rate` of the units older
+            than `maturity`, those whose mean size times outgoing weights is least (Dohare et al.,
+            "Loss of plasticity in deep continual learning", Nature 632, 2024).
+        threshold: See `dormant`.
+        every_n_steps: See `dormant`.
+        rate: See `utility`.
+        maturity: Passes after which a unit may start anew, for both rules.
+        decay: Decay of the running means of units.
+        layers: Name patterns of the maps that read the units; None for all.
+        example: What the LightningModule is called with, see `AddGates`.
+        seed: Seed of fresh weights; None for the seed of the run.
+
+    | logged key | meaning |
+    |---|---|
+    | `dormant/share/<layer>` | share of the units that are dormant |
+    | `dormant/revived/<layer>` | units that have started anew |
+
+    >>> ReviveDormant(rule="utility", rate=1e-4).rule
+    'utility'
+    """
+
+    @checked
+    def __init__(
+        self,
+        rule: Literal["dormant", "utility"] = "dormant",
+        threshold: float = 0.025,
+        every_n_steps: int = 1000,
+        rate: float = 1e-4,
+        maturity: int = 100,
+        decay: float = 0.99,
+        layers: list[str] | None = None,
+        example: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        if not 0 <= threshold < 1:
+            raise ValueError(f"`threshold` must be in [0, 1), got {threshold}.")
+        if every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        for name, value in (("maturity", maturity), ("seed", seed or 0)):
+            if value < 0:
+                raise ValueError(f"`{name}` must be at least 0, got {value}.")
+        check_example(example)
+        if not 0 <= rate <= 1:
+            raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
+        if not 0 <= decay < 1:
+            raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
+        self.rule = rule
+        self.threshold, self.every_n_steps = threshold, every_n_steps
+        self.rate, self.maturity, self.decay = rate, maturity, decay
+        self.layers, self.example, self.seed = layers, example, seed
+        self.units: dict[str, WatchedUnits] = {}
+        self._handles: list[Any] = []
+
+    @cached_property  # Lightning asks for it in every hook of every step
+    @override
+    def state_key(self) -> str:
+        return state_key(self, layers=self.layers)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        example = self.example
+        if example is None and offered_example(pl_module) is None:
+            example = first_inputs(trainer, pl_module, "fit")
+        found = find_watched(pl_module, example, self.decay)
+        self.units = matching(found, self.layers, "map with units")
+        self._handles = [units.watch() for units in self.units.values()]
+        self._pending = dict.fromkeys(self.units, 0.0)  # units that are due, as a fraction
+        self._revived = dict.fromkeys(self.units, 0)
+        self._shares = dict.fromkeys(self.units, 0.0)
+        seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
+        self._seed = trainer.strategy.broadcast(seed)
+        self._seen_at = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        refuse_uncounted_steps(self, trainer, pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        step = trainer.global_step
+        if step != self._seen_at:
+            self._seen_at = step
+            for name in self.units:
+                self._look_after(trainer, name)
+        log_step(pl_module, {f"dormant/share/{n}": share for n, share in self._shares.items()})
+        revived = {f"dormant/revived/{n}": float(count) for n, count in self._revived.items()}
+        log_step(pl_module, revived)
+
+    def _look_after(self, trainer: Any, name: str) -> None:
+        units, step = self.units[name], self._seen_at
+        due = step % self.every_n_steps == 0
+        if self.rule == "utility":
+            self._pending[name] += self.rate * units.size
+            due = due or self._pending[name] >= 1
+        if not due:
+            return
+        figures = mean_over_ranks(trainer, units.figures())
+        dormant = units.is_dormant(figures, self.threshold)
+        self._shares[name] = float(dormant.float().mean())
+        mature = (figures[2] > self.maturity) & units.is_free()
+        if self.rule == "dormant":
+            chosen = dormant & mature
+        else:
+            chosen = self._least_useful(name, units.utility(figures), mature)
+        if count := int(chosen.sum()):
+            generator = generator_for(self._seed, name, step, torch.device("cpu"))
+            with torch.random.fork_rng():
+                torch.manual_seed(generator.initial_seed())
+                units.revive(chosen, figures, trainer.optimizers)
+            self._revived[name] += count
+            if self.rule == "dormant":
+                rank_zero_info(f"ReviveDormant at step {step}, {name}: revived {count} units.")
+
+    def _least_useful(self, name: str, utility: Tensor, mature: Tensor) -> Tensor:
+        """Return the units that are due by the rule of utility."""
+        count = min(int(self._pending[name]), int(mature.sum()))
+        self._pending[name] -= int(self._pending[name])
+        order = utility.masked_fill(~mature, torch.inf).argsort(stable=True)[:count]
+        return torch.zeros_like(mature).index_fill_(0, order, True)
+
+    @override
+    def current_state(self) -> dict[str, Any]:
+        return {
+            "units": {name: units.state_dict() for name, units in self.units.items()},
+            "pending": self._pending,
+            "revived": self._revived,
+            "seed": self._seed,
+            "seen_at": self._seen_at,
+        }
+
+    @override
+    def restore(self, state: dict[str, Any]) -> None:
+        for name, units in self.units.items():
+            units.load_state_dict(state["units"][name])
+        self._pending, self._revived = dict(state["pending"]), dict(state["revived"])
+        self._seed, self._seen_at = state["seed"], state["seen_at"]
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": []}

@@ -1,0 +1,298 @@
+"""A gate for each task, which protects what the task has learned."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from dg_lightning.arguments import checked
+from dg_lightning.continual import Protection, TaskData, task_data
+from dg_lightning.continual.gates_by_task import GatesByTask
+from dg_lightning.continual.tasks import Heads, least_uncertain, task_progress
+from dg_lightning.gates import set_temperature, shared_state
+from dg_lightning.training import log_step
+from dg_lightning.training.averaging import has_averages
+
+__all__ = ["TaskGates"]
+
+
+class TaskGates(pl.Callback):
+    """Learns a static gate for each task of a sequence, and protects what finished tasks use.
+
+    The gates of a model decide for the current task, and become hard as their temperature falls.
+    When a task is finished, its gates are kept, and so are all weights between units that it opens:
+    gradients do not reach them, and no optimizer moves them. So what was learned is never lost, to
+    the last bit. Later tasks may use these units, and learn with all others. What has no gate
+    (norms, embeddings, maps without gates) is protected with the first task. If tasks have classes
+    of their own, a task's gates answer with these alone, as with `TaskHeads`.
+
+    An evaluation uses the gates of each batch's task if the data tells it. Otherwise, and always in
+    `predict`, the net runs with the gates of every task learned so far, and each sample gets the
+    output with the least entropy; steps must call the LightningModule as `self(x)` then. A test
+    counts all these passes in `compute/macs`, as often as `tasks/passes` says, and
+    `compute/macs_share` relates them to as many passes of the dense net.
+
+    Args:
+        weight: Weight of a penalty on the mean p of the units that are still free, which leaves
+            some to later tasks.
+        start: Temperature at the start of a task, relative to that of the gates.
+        end: Temperature at its end, likewise.
+        head: Name of the linear map that makes the logits, for tasks with classes of their own;
+            None for the last one.
+
+    | logged key | meaning |
+    |---|---|
+    | `tasks/units_used` | share of gated units that finished tasks use |
+    | `tasks/weights_protected` | share of weights that they use |
+    | `tasks/passes` | in evaluation: passes of the net for a sample |
+
+    >>> TaskGates(weight=0.5).weight
+    0.5
+    """
+
+    @checked
+    def __init__(
+        self,
+        weight: float = 0.5,
+        start: float = 1.0,
+        end: float = 0.02,
+        head: str | None = None,
+    ) -> None:
+        for name, value in (("start", start), ("end", end)):
+            if value <= 0:
+                raise ValueError(f"`{name}` must be above 0, got {value}.")
+        if weight < 0:
+            raise ValueError(f"`weight` must be at least 0, got {weight}.")
+        self.weight = weight
+        self.start, self.end = start, end
+        self.head = head
+        self.finished: list[dict[str, Tensor]] = []  # open blocks of each gate, by task
+        self._temperatures: dict[str, float] = {}  # that gates were made with
+        self._knows_tasks = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._data: TaskData | None = None
+        self._by_task: GatesByTask | None = None
+        self._heads: Heads | None = None
+        self._protection: Protection | None = None
+        self._figures = {"tasks/units_used": 0.0, "tasks/weights_protected": 0.0}
+        self._handles: dict[Any, Any] = {}
+        self._calls: list[bool] = []  # of the module that run: whether they call it once more
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._data = task_data(trainer, self)
+        if stage == "fit":
+            self.finished, self._temperatures = [], {}
+            self._knows_tasks = True
+        if not self._data.tells_task or stage == "predict":
+            self._handles["before"] = pl_module.register_forward_pre_hook(self._enter)
+            choose = pl_module.register_forward_hook(self._choose_task, with_kwargs=True)
+            self._handles["after"] = choose
+
+    def _find_gates(self, pl_module: pl.LightningModule) -> GatesByTask:
+        if self._by_task is None:
+            if any(
+                getattr(child, "running_mean", None) is not None for child in pl_module.modules()
+            ):
+                raise ValueError(
+                    "TaskGates cannot protect running statistics, as of a batch norm, which every "
+                    "task changes: use a layer norm, or none."
+                )
+            assert self._data is not None
+            self._by_task = GatesByTask(pl_module, self.finished)
+            self._heads = Heads(pl_module, self._data, self.head)
+        return self._by_task
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gates = self._find_gates(pl_module).gates
+        if not self._temperatures:  # a resumed run has them
+            self._temperatures = {name: float(gate.temperature) for name, gate in gates.items()}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._heads is not None
+        if has_averages(trainer):
+            raise ValueError(
+                "TaskGates keeps weights as they are when a task ends, and an average of weights "
+                "(EMA, SWA) moves on: leave one of them out."
+            )
+        self._protection = Protection(pl_module, self._heads.map)
+        for task in range(len(self.finished)):
+            self._protect(task)
+
+    def _protect(self, task: int) -> None:
+        assert self._data is not None
+        assert self._by_task is not None
+        assert self._protection is not None
+        opened = self._by_task.opened(task)
+        self._protection.add(lambda gate: opened[gate], self._data.classes_of(task))
+        used, protected = self._by_task.units_used(), self._protection.share()
+        self._figures = {"tasks/units_used": used, "tasks/weights_protected": protected}
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        while len(self.finished) < self._data.current_task:
+            self._finish(trainer)
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        """Keep the gates of the current task, and begin the next one."""
+        assert self._by_task is not None
+        assert self._protection is not None
+        self._by_task.finish()
+        task = len(self.finished)
+        self._protect(task - 1)
+        for optimizer in trainer.optimizers:
+            self._protection.reset_state(optimizer)
+        self._set_temperatures(trainer, 1.0)
+        self._by_task.start(trainer.optimizers)
+        for name in self._by_task.gates:
+            if not self._by_task.free(name).any():
+                rank_zero_warn(
+                    f"{name} has no free unit left for task {task}, which can only combine what "
+                    "earlier tasks have learned: raise `weight`, or make the layer wider."
+                )
+        units, weights = self._figures.values()
+        rank_zero_info(
+            f"TaskGates: {task} finished tasks use {units:.1%} of the units and {weights:.1%} of "
+            "the weights."
+        )
+
+    def _set_temperatures(self, trainer: pl.Trainer, factor: float) -> None:
+        assert self._by_task is not None
+        for name, gate in self._by_task.gates.items():
+            set_temperature(gate, shared_state(trainer, gate), factor * self._temperatures[name])
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._data is not None
+        self.use(len(self.finished))
+        progress = task_progress(trainer, self._data, batch_idx)
+        self._set_temperatures(trainer, self.start * (self.end / self.start) ** progress)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        assert self._by_task is not None
+        assert self._protection is not None
+        if optimizer not in self._handles:
+            restore = self._protection.restore
+            hook = optimizer.register_step_post_hook(lambda done, *_: restore(done))
+            self._handles[optimizer] = hook
+        self._protection.stop_gradients()
+        self._by_task.press(self.weight, optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        log_step(pl_module, self._figures)
+
+    def use(self, task: int) -> None:
+        """Use the gates and classes of a finished task, or of the current one if it is not."""
+        assert self._data is not None
+        assert self._by_task is not None
+        assert self._heads is not None
+        self._by_task.use(task)
+        self._heads.classes = self._data.classes_of(task)
+
+    def _enter(self, *_: Any) -> None:
+        self._calls.append(False)
+
+    def _choose_task(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Any
+    ) -> Any:
+        """Return the outputs of the task that is least uncertain, for each sample."""
+        around_another = self._calls.pop()  # DDP calls a step as if it were `forward`
+        if self._calls:
+            self._calls[-1] = True
+        if module.training or around_another:
+            return logits
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                "TaskGates chooses among tasks by the class logits, which `forward` must return as "
+                f"a tensor, got {type(logits).__name__}."
+            )
+        outputs = []
+        for task in range(len(self.finished)):
+            self.use(task)
+            outputs.append(module.forward(*args, **kwargs))
+        self.use(len(self.finished))
+        return least_uncertain([*outputs, logits])
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._knows_tasks:
+            raise ValueError(
+                "TaskGates knows no task: give the checkpoint of a training (`ckpt_path`), or use "
+                "the callback that was trained with."
+            )
+        self._find_gates(pl_module)
+        self.use(len(self.finished))
+
+    on_validation_start = on_test_start = on_predict_start = _begin
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._use_for("val", batch_idx)
+
+    @override
+    def on_test_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._use_for("test", batch_idx)
+
+    def _use_for(self, part: str, batch_idx: int) -> None:
+        assert self._data is not None
+        if self._data.tells_task:
+            self.use(self._data.task_of(part, batch_idx))
+
+    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        self.use(len(self.finished))
+        if not trainer.predicting:
+            passes = 1 if self._data.tells_task else len(self.finished) + 1
+            pl_module.log("tasks/passes", float(passes))
+
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"finished": self.finished, "temperatures": self._temperatures}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._knows_tasks = True
+        self.finished = list(state_dict["finished"])
+        self._temperatures = dict(state_dict["temperatures"])
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        if self._by_task is not None:
+            self._by_task.use(len(self.finished))  # as after an interrupted evaluation
+        if self._protection is not None:
+            self._protection.end()
+        if self._heads is not None:
+            self._heads.remove()
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"_handles": {}, "_calls": []}
+        own |= dict.fromkeys(("_data", "_by_task", "_heads", "_protection"))
+        return {**self.__dict__, **own}

@@ -1,0 +1,197 @@
+"""Measures of learning in sequence: accuracy on every task after each."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from dg_lightning.continual import (
+    AccuracyMatrix,
+    TaskData,
+    average_accuracy,
+    backward_transfer,
+    forgetting,
+    forward_transfer,
+    overlap,
+    task_data,
+)
+from dg_lightning.files import write_text
+from dg_lightning.gates.deployment import deployed_gate
+from dg_lightning.gates.protocol import GateLike, gate_layers
+from dg_lightning.monitoring import run_folder
+
+from ._agreement import mean_over_ranks
+
+__all__ = ["TaskMonitor"]
+
+_NOT_MEASURED = -1.0  # in checkpoints, where values are compared
+
+
+class TaskMonitor(pl.Callback):
+    """Measures the accuracy on every task after learning each, and what follows from it.
+
+    `validation_step` and `test_step` must return the class logits, as a tensor or under the key
+    `logits`; the labels must be the second item of the batch. Validation after the last epoch of a
+    task gives its row of the matrix, which is written to `tasks.csv` in the folder of the run.
+
+    | logged key | meaning |
+    |---|---|
+    | `tasks/current` | the task that is trained |
+    | `tasks/accuracy/<task>` | accuracy on a task |
+    | `tasks/average_accuracy` | mean over the tasks learned so far |
+    | `tasks/accuracy_when_learned` | mean of each task's accuracy right after learning it |
+    | `tasks/forgetting` | what earlier tasks have lost since they were learned, on average |
+    | `tasks/backward_transfer` | the opposite |
+    | `tasks/forward_transfer` | by how much tasks exceed chance before they are learned |
+    | `tasks/overlap` | share of open units that two learned tasks have in common, on average |
+
+    In a test, accuracies are those of the test part, and forgetting and transfer stay those of the
+    last validation.
+
+    >>> TaskMonitor().learned
+    0
+    """
+
+    def __init__(self) -> None:
+        self.learned = 0  # the task that is being learned, or was learned last
+        self.matrix = torch.empty(0, 0)  # of validations; NaN where there was none
+        self._counts = AccuracyMatrix(0)  # of the evaluation that runs
+        self._data: TaskData | None = None
+        self._watched: list[GateLike] = []
+        self._opened: dict[int, tuple[Tensor, int]] = {}  # by task: sum over samples, samples
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._data = task_data(trainer, self)
+        if stage == "fit" or len(self.matrix) != self._data.tasks:
+            tasks = self._data.tasks
+            self.learned, self.matrix = 0, torch.full((tasks, tasks), torch.nan).double()
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        epochs = (trainer.max_epochs or 0) // self._data.tasks
+        every = trainer.check_val_every_n_epoch
+        partly = every is None or epochs % every or trainer.limit_val_batches != 1.0
+        if partly and not trainer.fast_dev_run:
+            rank_zero_warn(
+                "TaskMonitor measures a task when it ends, on all of its validation samples: let "
+                f"`check_val_every_n_epoch` divide the {epochs} epochs of a task, and leave "
+                "`limit_val_batches` alone; its figures may miss tasks otherwise."
+            )
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        self._counts = AccuracyMatrix(self._data.tasks).to(pl_module.device)
+        self._watched = list(gate_layers(pl_module, required=False).values())
+        self._opened = {}
+        if trainer.state.fn == "fit":
+            self.learned = self._data.current_task
+
+    on_validation_epoch_start = on_test_epoch_start = _begin
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._add("val", outputs, batch, batch_idx)
+
+    @override
+    def on_test_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._add("test", outputs, batch, batch_idx)
+
+    def _add(self, part: str, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                "TaskMonitor needs the class logits: return them from `validation_step` and "
+                f"`test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
+            )
+        assert self._data is not None
+        task = self._data.task_of(part, batch_idx)
+        self._counts.update(self.learned, task, logits, batch[1])
+        if self._watched:
+            opened, samples = self._opened.get(task, (torch.zeros(()), 0))
+            self._opened[task] = (opened.to(logits.device) + self._open_units(), samples + 1)
+
+    def _open_units(self) -> Tensor:
+        """Return how often each unit is open in the last pass."""
+        masks = [deployed_gate(gate).float() for gate in self._watched]
+        return torch.cat([m.reshape(-1, m.shape[-1]).mean(0) for m in masks])
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self.matrix[self.learned] = self._counts.compute().cpu()[self.learned]
+        self._log(trainer, pl_module, self.matrix)
+        if trainer.state.fn == "fit":
+            pl_module.log("tasks/current", float(self.learned))
+            folder = run_folder(trainer)  # which processes agree on
+            if trainer.is_global_zero:
+                rows = [range(len(self.matrix)), *self.matrix.tolist()]
+                lines = [",".join(map(str, row)) for row in rows]
+                write_text(folder / "tasks.csv", "\n".join(lines) + "\n")
+
+    @override
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log(trainer, pl_module, self._counts.compute().cpu())
+
+    def _log(self, trainer: Any, pl_module: pl.LightningModule, now: Tensor) -> None:
+        """Log the figures of one evaluation, and of the validations before it."""
+        figures = self._figures(now)
+        if len(self._opened) > self.learned > 0 and self._data.tells_task:  # type: ignore[union-attr]
+            each = [opened / batches for opened, batches in self._opened.values()]
+            rates = mean_over_ranks(trainer, torch.stack(each[: self.learned + 1]))
+            figures["tasks/overlap"] = overlap(rates.cpu())
+        for key, value in figures.items():
+            if not math.isnan(value):  # what was measured
+                pl_module.log(key, value)
+
+    def _figures(self, now: Tensor) -> dict[str, float]:
+        assert self._data is not None
+        learned, history = self.learned, self.matrix
+        chances = [1 / len(self._classes(task)) for task in range(self._data.tasks)]
+        return {
+            **{f"tasks/accuracy/{t}": value for t, value in enumerate(now[learned].tolist())},
+            "tasks/average_accuracy": average_accuracy(now, learned),
+            "tasks/accuracy_when_learned": float(history.diagonal()[: learned + 1].mean()),
+            "tasks/forgetting": forgetting(history, learned),
+            "tasks/backward_transfer": backward_transfer(history, learned),
+            "tasks/forward_transfer": forward_transfer(history, learned, torch.tensor(chances)),
+        }
+
+    def _classes(self, task: int) -> Any:
+        assert self._data is not None
+        classes = self._data.classes_of(task) if self._data.tells_task else None
+        return range(self._data.num_classes) if classes is None else classes
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"learned": self.learned, "matrix": self.matrix.nan_to_num(_NOT_MEASURED)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.learned, saved = state_dict["learned"], state_dict["matrix"]
+        self.matrix = torch.where(saved == _NOT_MEASURED, torch.nan, saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None, "_watched": []}

@@ -1,0 +1,299 @@
+"""Tasks in sequence over any image DataModule."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from ._loader import BatchLoader
+from ._part import Part
+from ._tables import Save, Tables
+from ._tasks import (
+    Change,
+    Course,
+    Drift,
+    TaskLoader,
+    TaskParts,
+    drifted,
+    permuted,
+    rotated,
+    severities,
+)
+from .base import BaseDataModule, check_choice
+
+__all__ = ["TaskSequence"]
+
+Kind: TypeAlias = Literal["split", "permuted", "rotated", "drift"]
+Labels: TypeAlias = Literal["task", "domain", "class"]
+
+_LARGEST_ANGLE = 180.0
+
+
+class TaskSequence(BaseDataModule):
+    """The samples of another DataModule as tasks, which one Trainer run learns one by one.
+
+    The epochs of the Trainer are divided evenly among tasks, and it must load the data of the next
+    task: `Trainer(max_epochs=10, reload_dataloaders_every_n_epochs=1)`. Validation and test see all
+    tasks, task by task, in batches of one task each. A run is resumed at any step.
+
+    Args:
+        data: The DataModule of images.
+        kind: `split`: each task has classes of its own. `permuted`: pixels are permuted, in each
+            task otherwise, in the first not at all. `rotated`: by equal angles below half a turn.
+            `drift`: images are damaged, see `drift` and `course`.
+        tasks: Number of tasks.
+        labels: What a model is told. `task`: the task of every sample. `domain`: not the task, and
+            its classes are numbered anew in each task. `class`: not the task, of which each has
+            classes of its own (for `split`).
+        evaluate: The tasks of a validation: `all`, those `seen` so far, or the `current` one.
+        joint: Whether every task trains on the samples of all of them, as a limit to compare with.
+        task_seed: Seed of permutations and drifts.
+        drift: What damages images: `noise`, `blur`, `contrast` or `occlusion`.
+        course: `abrupt`: all tasks but the first are damaged. `gradual`: each more than the one
+            before. `recurring`: every second one.
+
+    >>> from dg_lightning.datamodules import DigitsDataModule
+    >>> data = TaskSequence(DigitsDataModule(), tasks=5)
+    >>> data.setup("fit")
+    >>> _, labels = next(iter(data.train_dataloader()))
+    >>> data.classes_of(1), sorted(set(labels.tolist()))  # of the first task
+    ((2, 3), [0, 1])
+    """
+
+    def __init__(
+        self,
+        data: BaseDataModule,
+        kind: Kind = "split",
+        tasks: int = 5,
+        labels: Labels = "task",
+        evaluate: Literal["all", "seen", "current"] = "all",
+        joint: bool = False,
+        task_seed: int = 0,
+        drift: Drift = "noise",
+        course: Course = "abrupt",
+    ) -> None:
+        if not isinstance(data, BaseDataModule):
+            raise TypeError(f"`data` must be a DataModule of this package, got {data!r}.")
+        if not isinstance(tasks, int) or tasks < 2:
+            raise ValueError(f"`tasks` must be a whole number of at least 2, got {tasks!r}.")
+        sizes = data.batch_size, data.eval_batch_size, str(data.root), str(data.cache_dir)
+        loading = data.split_seed, data.num_workers, data.pin_memory, data.device_cache
+        super().__init__(*sizes, *loading)
+        self.data = data
+        self.kind = check_choice("kind", kind, "split", "permuted", "rotated", "drift")
+        self.labels = check_choice("labels", labels, "task", "domain", "class")
+        self.evaluate = check_choice("evaluate", evaluate, "all", "seen", "current")
+        self.tasks, self.joint, self.task_seed = tasks, joint, task_seed
+        self.drift = check_choice("drift", drift, "noise", "blur", "contrast", "occlusion")
+        self.course = check_choice("course", course, "abrupt", "gradual", "recurring")
+        if labels == "class" and kind != "split":
+            raise ValueError(
+                f"`labels: class` goes with `kind: split`: in {kind!r} all tasks have the same "
+                "classes; choose `task` or `domain`."
+            )
+        self._by_task: list[dict[str, Part]] = []
+        self._seed: int | None = None  # of the order of samples; a resumed run keeps it
+        self._loaders: dict[str, TaskLoader] = {}
+
+    # What callbacks ask, see `dg_lightning.continual.TaskData`.
+
+    @property
+    def tells_task(self) -> bool:
+        """Whether a model may know the task of a sample."""
+        return self.labels == "task"
+
+    @property
+    def current_task(self) -> int:
+        """The task of the Trainer's epoch; the first one without a Trainer."""
+        if self.trainer is None or not self.trainer.max_epochs:
+            return 0
+        return min(
+            self.trainer.current_epoch * self.tasks // self.trainer.max_epochs, self.tasks - 1
+        )
+
+    def task_of(self, part: str, batch: int) -> int:
+        """Return the task of a batch of `val` or `test`."""
+        if part not in self._loaders:
+            self._loader(part)
+        return self._evaluated(part).start + self._loaders[part].task_of(batch)
+
+    def classes_of(self, task: int) -> tuple[int, ...] | None:
+        """Return the classes that a task is about; None if all tasks have the same."""
+        if self.kind != "split" or self.labels == "domain":
+            return None
+        return tuple(self._groups()[task].tolist())
+
+    def _groups(self) -> list[Any]:
+        """Return the classes of each task, in the order of the data."""
+        if self.tasks > self.data.num_classes:
+            raise ValueError(
+                f"`tasks` must be at most the {self.data.num_classes} classes of "
+                f"{type(self.data).__name__}, got {self.tasks}: choose fewer, or `kind: permuted`."
+            )
+        return np.array_split(np.arange(self.data.num_classes), self.tasks)
+
+    # What a DataModule is asked.
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return self.data.input_shape
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Class names; those of several tasks that share a label are joined."""
+        names = self.data.class_names
+        if self.kind != "split" or self.labels != "domain":
+            return names
+        groups = self._groups()
+        shared = [[names[g[i]] for g in groups if i < len(g)] for i in range(len(groups[0]))]
+        return tuple("/".join(of_label) for of_label in shared)
+
+    @override
+    def sources(self) -> Sequence[Path | str]:
+        return self.data.sources()
+
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        return self.data.settings()
+
+    @override
+    def decode(self, save: Save) -> None:
+        self.data.decode(save)
+
+    @override
+    def prepare_data(self) -> None:
+        self.data.prepare_data()
+
+    @override
+    def _tables(self) -> Tables:
+        return self.data._tables()
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self._check_trainer()
+        if len(self.input_shape) != 3 and self.kind != "split":
+            raise ValueError(
+                f"`kind: {self.kind}` changes images, got samples of shape {self.input_shape}: "
+                "use `kind: split`."
+            )
+        super().setup(stage)
+
+    def _check_trainer(self) -> None:
+        if (trainer := self.trainer) is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        epochs, reload = trainer.max_epochs, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if not epochs or epochs < 0 or epochs % self.tasks:
+            raise ValueError(
+                f"`max_epochs` must be a multiple of the {self.tasks} tasks, which get as many "
+                f"each, got {epochs}."
+            )
+        if reload < 1 or epochs // self.tasks % reload:
+            raise ValueError(
+                "The Trainer must load the data of each task: set "
+                f"`reload_dataloaders_every_n_epochs: 1`, got {reload}."
+            )
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        parts = self.data.split(tables)
+        self._by_task = [
+            {name: self._of_task(part, task) for name, part in parts.items()}
+            for task in range(self.tasks)
+        ]
+        for task, of_task in enumerate(self._by_task):
+            for name, part in of_task.items():
+                if not len(part):
+                    raise ValueError(
+                        f"Task {task} has no samples in the {name} part: the dataset is incomplete."
+                    )
+        return self._by_task[0]
+
+    def _of_task(self, part: Part, task: int) -> Part:
+        """Return the samples of a task."""
+        if self.kind != "split":
+            return replace(part, change=self._change(task))
+        classes = torch.from_numpy(self._groups()[task])
+        chosen = torch.isin(part.labels, classes)
+        labels = part.labels[chosen]
+        if self.labels == "domain":
+            labels = labels - int(classes[0])
+        return replace(part, rows=part.rows[chosen.numpy()], labels=labels)
+
+    def _change(self, task: int) -> Change | None:
+        if self.kind == "permuted":
+            return permuted(self.task_seed, task) if task else None
+        if self.kind == "rotated":
+            return rotated(_LARGEST_ANGLE * task / self.tasks) if task else None
+        severity = severities(self.course, self.tasks)[task]
+        return drifted(self.drift, severity, self.task_seed) if severity else None
+
+    @override
+    def check_parts(self, parts: Mapping[str, Part]) -> None:
+        """Classes may be missing in a task."""
+
+    @override
+    def describe_parts(self) -> str:
+        sizes = ", ".join(
+            f"{name} {sum(len(of_task[name]) for of_task in self._by_task):,}"
+            for name in self._by_task[0]
+        )
+        return f"{self.tasks} tasks ({self.kind}), {sizes} samples of all tasks together"
+
+    def _evaluated(self, part: str) -> range:
+        """Return the tasks that a part holds."""
+        fits = self.trainer is not None and self.trainer.state.fn == "fit"
+        if part == "test" or self.evaluate == "all" or not fits:
+            return range(self.tasks)
+        return range(0 if self.evaluate == "seen" else self.current_task, self.current_task + 1)
+
+    @override
+    def part(self, name: str) -> Any:
+        """Return the samples of all tasks, of `val` those that are evaluated now."""
+        super().part(name)
+        tasks = range(self.tasks) if name == "train" else self._evaluated(name)
+        return TaskParts([self._by_task[task][name] for task in tasks])
+
+    @override
+    def part_to_load(self, name: str) -> Any:
+        train = name == "train" and not self.joint
+        return self._by_task[self.current_task][name] if train else self.part(name)
+
+    @override
+    def part_to_predict(self) -> Part:
+        if self.kind != "split":
+            return self._by_task[0]["test"]
+        every = TaskParts([of_task["test"] for of_task in self._by_task])
+        rows = np.concatenate([part.rows for part in every.parts])
+        return replace(every.parts[0], rows=rows, labels=every.labels)
+
+    @override
+    def _loader(self, part: str, shuffle: bool = False) -> BatchLoader:
+        if part == "train":
+            loader = super()._loader(part, shuffle)
+            self._seed = loader.seed if self._seed is None else self._seed
+            loader.seed = self._seed
+            return loader
+        size = self.eval_batch_size or self.batch_size
+        self._loaders[part] = TaskLoader(
+            self.part(part),
+            size,
+            place=self._rank_and_world_size,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+        return self._loaders[part]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self._seed}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._seed = state_dict["seed"]

@@ -1,0 +1,183 @@
+"""Units that hardly act or carry little, and how they get a fresh start."""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dg_lightning.compute.maps import as_matrix, unit_axis
+from dg_lightning.gates.deployment import deployed_gate
+from dg_lightning.gates.protocol import (
+    GateLike,
+    connection_mask,
+    gate_layers,
+    plain_name,
+    protected_mask,
+)
+from dg_lightning.rewiring.sparse_layer import reset_state
+from dg_lightning.surgery import find_units
+from dg_lightning.surgery.recording import first_tensor
+
+__all__ = ["WatchedUnits", "find_watched"]
+
+
+class WatchedUnits:
+    """The units that one map reads: how active they are, and what they are worth.
+
+    Figures are running means over training passes, as of `decay`.
+
+    Args:
+        consumer: The map that reads the units.
+        producers: For each map that makes them, the unit of each of its outputs.
+        decay: Decay of the running means.
+        gate: The gate on the units, if they have one.
+    """
+
+    def __init__(
+        self,
+        consumer: Any,
+        producers: Mapping[nn.Module, Tensor],
+        decay: float = 0.99,
+        gate: GateLike | None = None,
+    ) -> None:
+        self.consumer, self.gate = consumer, gate
+        self.producers = dict(producers)
+        self.decay = decay
+        weight = as_matrix(self.consumer, self.consumer.weight)
+        self.size = weight.shape[1]
+        # Running means of |h| and h, not corrected for their start, and passes since that.
+        self.activity, self.mean, self.age = weight.new_zeros(3, self.size).unbind()
+
+    def watch(self) -> Any:
+        """Look at training passes from now on; return the handle that ends it."""
+        return self.consumer.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    @torch.no_grad()
+    def _look(self, consumer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not consumer.training:
+            return
+        x = first_tensor(args, kwargs).detach().movedim(unit_axis(consumer), -1)
+        rows = x.reshape(-1, self.size).float()
+        self.activity, self.mean, self.age = (
+            values.to(rows.device) for values in (self.activity, self.mean, self.age)
+        )
+        self.activity.lerp_(rows.abs().mean(0), 1 - self.decay)
+        self.mean.lerp_(rows.mean(0), 1 - self.decay)
+        self.age += 1
+
+    def figures(self) -> Tensor:
+        """Return mean |h|, mean h and age of all units, to be averaged over ranks."""
+        started = (1 - self.decay**self.age).clamp_min(1e-12)
+        return torch.stack([self.activity / started, self.mean / started, self.age])
+
+    @torch.no_grad()
+    def utility(self, figures: Tensor) -> Tensor:
+        """Return what units carry: their mean size times their outgoing weights."""
+        weight = as_matrix(self.consumer, self.consumer.weight)
+        return figures[0] * weight.abs().sum((0, 2))
+
+    def is_dormant(self, figures: Tensor, threshold: float) -> Tensor:
+        """Return which units act less than a share of their layer's mean.
+
+        >>> units = WatchedUnits(nn.Linear(3, 1), {})
+        >>> units.is_dormant(torch.tensor([[0.0, 1.0, 2.0]]), 0.1).tolist()
+        [True, False, False]
+        """
+        return figures[0] <= threshold * figures[0].mean()
+
+    def is_free(self) -> Tensor:
+        """Return the units that no finished task uses and no gate has closed for all samples."""
+        free = torch.ones(self.size, dtype=torch.bool, device=self.activity.device)
+        if self.gate is not None:
+            opened = deployed_gate(self.gate).reshape(-1, self.size // self.gate.block_size).any(0)
+            free &= opened.repeat_interleave(self.gate.block_size).to(free.device)
+        for producer, units in self.producers.items():
+            if (mask := protected_mask(producer)) is not None:
+                rows = as_matrix(producer, mask).flatten(1).any(1)
+                free[units[rows.to(units.device)].to(free.device)] = False
+        return free
+
+    @torch.no_grad()
+    def revive(self, units: Tensor, figures: Tensor, optimizers: Iterable[Optimizer]) -> None:
+        """Give units fresh incoming weights and none outgoing, as at the start of a training.
+
+        What they have added to the consumer on average becomes part of its bias. Optimizers forget
+        these weights.
+
+        Args:
+            units: Which ones, bool.
+            figures: The `figures` of all units.
+            optimizers: Those that hold the weights.
+        """
+        changed: dict[nn.Parameter, Tensor] = {}
+        for producer, unit_of_row in self.producers.items():
+            rows = units[unit_of_row.to(units.device)]
+            fresh: Any = deepcopy(producer)
+            fresh.reset_parameters()
+            for name, parameter in producer.named_parameters(recurse=False):
+                where = torch.zeros_like(parameter, dtype=torch.bool)
+                (as_matrix(producer, where) if name == "weight" else where)[rows] = True
+                if name == "weight" and (mask := connection_mask(producer)) is not None:
+                    where &= mask
+                parameter.copy_(torch.where(where, getattr(fresh, name), parameter))
+                changed[parameter] = where
+        weight = self.consumer.weight
+        outgoing = torch.zeros_like(weight, dtype=torch.bool)
+        as_matrix(self.consumer, outgoing)[:, units] = True
+        if self.consumer.bias is not None:
+            lost = as_matrix(self.consumer, weight).sum(-1) @ (figures[1] * units).to(weight.dtype)
+            if (protected := protected_mask(self.consumer)) is not None:
+                lost = lost * ~as_matrix(self.consumer, protected).flatten(1).any(1)
+            self.consumer.bias += lost
+        weight.masked_fill_(outgoing, 0)
+        changed[weight] = outgoing | changed[weight] if weight in changed else outgoing
+        for optimizer in optimizers:
+            for parameter, where in changed.items():
+                reset_state(optimizer, parameter, keep=~where)
+        for values in (self.activity, self.mean, self.age):
+            values.masked_fill_(units, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the running means."""
+        return {"activity": self.activity, "mean": self.mean, "age": self.age}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `state_dict`."""
+        self.activity, self.mean = state["activity"].clone(), state["mean"].clone()
+        self.age = state["age"].clone()
+
+
+def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, WatchedUnits]:
+    """Return the units of a model that go their own ways, by the names of the maps that read them.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    found = find_units(model, example)
+    names = {child: name for name, child in model.named_modules()}
+    watched: dict[str, WatchedUnits] = {}
+    for name, units in found.units.items():
+        if units.block_size == 1:
+            makers = {model.get_submodule(n): rows for n, rows in units.producers.items()}
+            consumer = model.get_submodule(units.consumer)
+            watched[plain_name(name)] = WatchedUnits(consumer, makers, decay)
+    for gate in gate_layers(model, required=False).values():  # units that have a gate already
+        if gate.feeds.skips_rows and not gate.feeds.rows:
+            makers = dict.fromkeys(gate.feeds.producers, torch.arange(gate.units))
+            for consumer in gate.feeds.consumers:
+                watched[plain_name(names[consumer])] = WatchedUnits(consumer, makers, decay, gate)
+    # Some maps, as of Hugging Face's GPT-2, do not say how their weights are drawn.
+    watched = {
+        name: units
+        for name, units in watched.items()
+        if all(hasattr(producer, "reset_parameters") for producer in units.producers)
+    }
+    if not watched:
+        raise ValueError(
+            f"{type(model).__name__} has no units to revive: "
+            f"{'; '.join(found.reasons()) or 'no linear map ran'}."
+        )
+    return watched

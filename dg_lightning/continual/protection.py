@@ -1,0 +1,128 @@
+"""Protection of what finished tasks use: their weights stay, whatever an optimizer does."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dg_lightning.compute.macs import LinearMap, gate_submodules, linear_maps
+from dg_lightning.gates.protocol import GateLike, set_protected
+from dg_lightning.rewiring.sparse_layer import reset_state
+
+__all__ = ["Protection"]
+
+
+class Protection:
+    """The weights that finished tasks use, and their values.
+
+    A task uses a connection if it opens the units at both of its ends, and a bias if it opens the
+    unit. It uses everything that has no gate: norms, embeddings, maps between them. So what a
+    finished task computes never changes, to the last bit, and all other weights are free.
+
+    Args:
+        module: The model.
+        head: The map that makes the logits, if tasks have classes of their own.
+    """
+
+    def __init__(self, module: nn.Module, head: nn.Module | None = None) -> None:
+        self.maps = linear_maps(module)
+        self.head = head
+        in_gates = {p for child in gate_submodules(module) for p in child.parameters()}
+        self.used = {
+            p: torch.zeros_like(p, dtype=torch.bool)
+            for p in module.parameters()
+            if p not in in_gates
+        }
+        linears = {found.linear for found in self.maps}
+        others = [child for child in module.modules() if child not in linears]
+        # What another module reads too, such as an embedding, is used as a whole.
+        self._shared = {p for child in others for p in child.parameters(recurse=False)}
+        self._owners: list[Any] = [child for child in module.modules() if hasattr(child, "weight")]
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self._held: dict[nn.Parameter, Tensor] = {}  # what `_kept` is valid for
+
+    @torch.no_grad()
+    def add(
+        self, opened: Callable[[GateLike], Tensor | None], classes: Sequence[int] | None = None
+    ) -> None:
+        """Protect what a task uses.
+
+        Args:
+            opened: Returns the open blocks of a gate, bool; None if it may open any of them.
+            classes: The outputs of the head that are the task's; None for all.
+        """
+        partly = set()
+        for linear_map in (found for found in self.maps if found.linear.weight in self.used):
+            outputs, inputs = linear_map.ends(opened)
+            rows = torch.arange(len(linear_map.matrix(linear_map.linear.weight)))
+            if linear_map.linear is self.head and classes is not None:
+                outputs = torch.isin(rows, torch.tensor(list(classes)))
+            partly |= self._use(linear_map, outputs, inputs)
+        for parameter, used in self.used.items():
+            if parameter not in partly - self._shared:
+                used.fill_(True)
+        self.hold()
+
+    def _use(
+        self, linear_map: LinearMap, outputs: Tensor | None, inputs: Tensor | None
+    ) -> set[nn.Parameter]:
+        weight = linear_map.linear.weight
+        pairs = torch.ones_like(weight, dtype=torch.bool)
+        matrix = linear_map.matrix(pairs)  # a view
+        if outputs is not None:
+            matrix &= outputs.to(pairs.device)[:, None, None]
+        if inputs is not None:
+            matrix &= inputs.to(pairs.device)[:, None]
+        self.used[weight] |= pairs
+        bias = linear_map.linear.bias
+        if bias is None:
+            return {weight}
+        self.used[bias] |= True if outputs is None else outputs.to(bias.device)
+        return {weight, bias}
+
+    def hold(self) -> None:
+        """Keep the values of protected weights: those of now for what is protected from now on."""
+        for parameter, used in self.used.items():
+            if used.any():
+                now = parameter.detach().clone()
+                if parameter in self._kept:
+                    now = torch.where(self._held[parameter], self._kept[parameter], now)
+                self._kept[parameter], self._held[parameter] = now, used.clone()
+        for owner in self._owners:
+            set_protected(owner, self._held.get(owner.weight))
+
+    def end(self) -> None:
+        """Protect nothing any more."""
+        self._kept, self._held = {}, {}
+        for owner in self._owners:
+            set_protected(owner, None)
+
+    @torch.no_grad()
+    def stop_gradients(self) -> None:
+        """Set gradients of protected weights to 0, so that they take no part in clipping."""
+        for parameter in self._kept:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(self.used[parameter], 0)
+
+    @torch.no_grad()
+    def restore(self, optimizer: Optimizer) -> None:
+        """Give protected weights their values back after a step."""
+        for parameter in self._held_by(optimizer):
+            kept = torch.where(self.used[parameter], self._kept[parameter], parameter)
+            parameter.copy_(kept)
+
+    def reset_state(self, optimizer: Optimizer) -> None:
+        """Let an optimizer forget what it keeps of protected weights, as momentum."""
+        for parameter in self._held_by(optimizer):
+            reset_state(optimizer, parameter, keep=~self.used[parameter])
+
+    def _held_by(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [parameter for parameter in self._kept if id(parameter) in held]
+
+    def share(self) -> float:
+        """Return the share of weights that are protected."""
+        sizes = sum(used.numel() for used in self.used.values())
+        return sum(int(used.sum()) for used in self.used.values()) / sizes

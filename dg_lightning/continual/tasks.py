@@ -1,0 +1,141 @@
+"""What callbacks ask of data that comes as tasks, one after the other."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypeIs, get_protocol_members
+
+from dg_lightning.compute.macs import linear_maps
+from dg_lightning.compute.maps import as_matrix
+
+__all__ = [
+    "Heads",
+    "TaskData",
+    "find_head",
+    "least_uncertain",
+    "mask_classes",
+    "task_data",
+    "task_progress",
+]
+
+_CLOSED = -1e4  # a logit that no softmax sees, finite in half precision
+
+
+class TaskData(Protocol):
+    """A DataModule of tasks in sequence, such as `TaskSequence`; anybody may write another."""
+
+    tasks: int
+    joint: bool  # whether all tasks are trained together, as a limit to compare with
+
+    @property
+    def num_classes(self) -> int:
+        """Number of outputs of a model."""
+
+    @property
+    def tells_task(self) -> bool:
+        """Whether a model may know the task of a sample."""
+
+    @property
+    def current_task(self) -> int:
+        """The task that is trained now."""
+
+    def task_of(self, part: str, batch: int) -> int:
+        """Return the task of a batch of `val` or `test`; a batch holds samples of one task."""
+
+    def classes_of(self, task: int) -> Sequence[int] | None:
+        """Return the classes that a task is about; None if all tasks have the same."""
+
+
+_MEMBERS = get_protocol_members(TaskData)
+
+
+def _has_tasks(data: object) -> TypeIs[TaskData]:
+    return all(hasattr(data, name) for name in _MEMBERS)
+
+
+def task_data(trainer: Any, callback: object) -> TaskData:
+    """Return the DataModule of a Trainer, or raise ValueError if it has no tasks."""
+    data: object = getattr(trainer, "datamodule", None)
+    if not _has_tasks(data):
+        raise ValueError(
+            f"{type(callback).__name__} needs a DataModule of tasks, got {type(data).__name__}: "
+            "wrap yours in dg_lightning.datamodules.TaskSequence."
+        )
+    return data
+
+
+def find_head(module: nn.Module, data: TaskData, name: str | None = None) -> nn.Module | None:
+    """Return the map that makes the logits; None if all tasks have the same classes.
+
+    Without a name it is the last one with as many outputs as there are classes.
+    """
+    if data.classes_of(0) is None:
+        return None
+    maps = {m.name: m.linear for m in linear_maps(module) if m.output_gate is None}
+    outputs = {n: as_matrix(linear, linear.weight).shape[0] for n, linear in maps.items()}
+    fitting = [n for n in maps if outputs[n] == data.num_classes and name in (None, n)]
+    if not fitting:
+        there = ", ".join(f"{n} with {count} outputs" for n, count in outputs.items())
+        raise ValueError(
+            f"`head` must name the linear map that makes the {data.num_classes} logits, got "
+            f"{name!r}; there are {there or 'none'}."
+        )
+    head: nn.Module = maps[fitting[-1]]
+    return head
+
+
+def mask_classes(logits: Tensor, classes: Sequence[int] | None) -> Tensor:
+    """Return logits that leave only some classes to choose from; all if None.
+
+    >>> mask_classes(torch.zeros(1, 3), [0, 2]).softmax(-1).tolist()
+    [[0.5, 0.0, 0.5]]
+    """
+    if classes is None:
+        return logits
+    others = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    others[list(classes)] = False
+    return logits.masked_fill(others, _CLOSED)
+
+
+class Heads:
+    """Leaves a model some of its classes, by a hook on the map that makes its logits.
+
+    Args:
+        module: The model.
+        data: The tasks.
+        name: Name of the map; None for the last one.
+    """
+
+    def __init__(self, module: nn.Module, data: TaskData, name: str | None = None) -> None:
+        self.map = find_head(module, data, name)
+        self.classes: Sequence[int] | None = None  # that are left; None for all
+        self._handle = self.map.register_forward_hook(self._mask) if self.map is not None else None
+
+    def _mask(self, module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        return mask_classes(logits, self.classes)
+
+    def remove(self) -> None:
+        """Leave the model all of its classes for good."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def least_uncertain(logits: Sequence[Tensor]) -> Tensor:
+    """Return, for each sample, those of several logits whose entropy is least.
+
+    >>> least_uncertain([torch.tensor([[0.0, 1.0]]), torch.tensor([[9.0, 0.0]])]).tolist()
+    [[9.0, 0.0]]
+    """
+    every = torch.stack(list(logits))
+    entropy = torch.special.entr(every.float().softmax(-1)).sum(-1)
+    index = entropy.argmin(0)[None, ..., None].expand(1, *every.shape[1:])
+    return every.gather(0, index)[0]
+
+
+def task_progress(trainer: Any, data: TaskData, batch_idx: int) -> float:
+    """Return the share of the current task's batches that are done, if all take as many epochs."""
+    epochs: float = trainer.max_epochs / data.tasks
+    done: float = trainer.current_epoch + batch_idx / trainer.num_training_batches
+    return min(max(done / epochs - data.current_task, 0.0), 1.0)
