@@ -244,18 +244,11 @@ class TaskGates(pl.Callback):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._use_for("val", batch_idx)
-
-    @override
-    def on_test_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._use_for("test", batch_idx)
-
-    def _use_for(self, part: str, batch_idx: int) -> None:
         assert self._data is not None
         if self._data.tells_task:
-            self.use(self._data.task_of(part, batch_idx))
+            self.use(self._data.task_of("test" if trainer.testing else "val", batch_idx))
+
+    on_test_batch_start = on_validation_batch_start
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._data is not None

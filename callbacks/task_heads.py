@@ -63,14 +63,10 @@ class TaskHeads(pl.Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         assert self._data is not None
-        self._take(self._data.task_of("val", batch_idx))
+        part = "test" if trainer.testing else "val"
+        self._take(self._data.task_of(part, batch_idx))
 
-    @override
-    def on_test_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        assert self._data is not None
-        self._take(self._data.task_of("test", batch_idx))
+    on_test_batch_start = on_validation_batch_start
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

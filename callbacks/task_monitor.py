@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from dg_lightning.collapse.statistics import open_shares
 from dg_lightning.continual import (
     AccuracyMatrix,
     TaskData,
@@ -20,7 +21,6 @@ from dg_lightning.continual import (
     task_data,
 )
 from dg_lightning.files import write_text
-from dg_lightning.gates.deployment import deployed_gate
 from dg_lightning.gates.protocol import GateLike, gate_layers
 from dg_lightning.monitoring import run_folder
 
@@ -62,7 +62,7 @@ class TaskMonitor(pl.Callback):
         self._counts = AccuracyMatrix(0)  # of the evaluation that runs
         self._data: TaskData | None = None
         self._watched: list[GateLike] = []
-        self._opened: dict[int, tuple[Tensor, int]] = {}  # by task: sum over samples, samples
+        self._opened: dict[int, tuple[Tensor, int]] = {}  # by task: sum over batches, batches
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -104,21 +104,6 @@ class TaskMonitor(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._add("val", outputs, batch, batch_idx)
-
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._add("test", outputs, batch, batch_idx)
-
-    def _add(self, part: str, outputs: Any, batch: Any, batch_idx: int) -> None:
         logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
         if not isinstance(logits, Tensor):
             raise TypeError(
@@ -126,16 +111,14 @@ class TaskMonitor(pl.Callback):
                 f"`test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
             )
         assert self._data is not None
-        task = self._data.task_of(part, batch_idx)
+        task = self._data.task_of("test" if trainer.testing else "val", batch_idx)
         self._counts.update(self.learned, task, logits, batch[1])
         if self._watched:
-            opened, samples = self._opened.get(task, (torch.zeros(()), 0))
-            self._opened[task] = (opened.to(logits.device) + self._open_units(), samples + 1)
+            opened, batches = self._opened.get(task, (torch.zeros(()), 0))
+            opened = opened.to(logits.device) + open_shares(self._watched)
+            self._opened[task] = (opened, batches + 1)
 
-    def _open_units(self) -> Tensor:
-        """Return how often each unit is open in the last pass."""
-        masks = [deployed_gate(gate).float() for gate in self._watched]
-        return torch.cat([m.reshape(-1, m.shape[-1]).mean(0) for m in masks])
+    on_test_batch_end = on_validation_batch_end
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -157,8 +140,9 @@ class TaskMonitor(pl.Callback):
 
     def _log(self, trainer: Any, pl_module: pl.LightningModule, now: Tensor) -> None:
         """Log the figures of one evaluation, and of the validations before it."""
+        assert self._data is not None
         figures = self._figures(now)
-        if len(self._opened) > self.learned > 0 and self._data.tells_task:  # type: ignore[union-attr]
+        if len(self._opened) > self.learned > 0 and self._data.tells_task:
             each = [opened / batches for opened, batches in self._opened.values()]
             rates = mean_over_ranks(trainer, torch.stack(each[: self.learned + 1]))
             figures["tasks/overlap"] = overlap(rates.cpu())

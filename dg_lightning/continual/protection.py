@@ -56,8 +56,9 @@ class Protection:
         partly = set()
         for linear_map in (found for found in self.maps if found.linear.weight in self.used):
             outputs, inputs = linear_map.ends(opened)
-            rows = torch.arange(len(linear_map.matrix(linear_map.linear.weight)))
+            weight = linear_map.linear.weight
             if linear_map.linear is self.head and classes is not None:
+                rows = torch.arange(len(linear_map.matrix(weight)))
                 outputs = torch.isin(rows, torch.tensor(list(classes)))
             partly |= self._use(linear_map, outputs, inputs)
         for parameter, used in self.used.items():
