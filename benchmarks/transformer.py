@@ -52,17 +52,16 @@ def open_exactly(model: nn.Module, x: Tensor, share: float = OPEN) -> None:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Record a function as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+    """Record a function as a CUDA graph, on the stream of now."""
+    run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         run()
-    return graph.replay
+
+    def replay(keeps: object = run) -> None:  # the tensors that were recorded
+        graph.replay()
+
+    return replay
 
 
 def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
@@ -181,10 +180,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    # One stream for everything: gradients that have met another cannot be captured.
+    stream = torch.cuda.Stream() if given.device == "cuda" else None
     if given.what == "feed_forward":
-        compare(feed_forward, "A feed-forward", given.device)
+        with torch.cuda.stream(stream):
+            compare(feed_forward, "A feed-forward", given.device)
     elif given.what == "block":
-        compare(whole_block, "A Transformer block", given.device)
+        with torch.cuda.stream(stream):
+            compare(whole_block, "A Transformer block", given.device)
     else:
         generate(given.width, given.depth, given.length, given.rounds)
 

@@ -80,15 +80,15 @@ class Runner:
     """Runs the open blocks of gated feed-forwards, by the engine that is fastest.
 
     Args:
-        engine: `auto` measures engines for each size of batch, and again from time to time, because
-            open rates change; another name is taken as it is.
+        engine: `auto` measures engines for each layer and size of batch, and again from time to
+            time, because open rates change; another name is taken as it is.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._fastest: dict[tuple[Any, ...], Fastest] = {}
-        self._views: dict[Any, dict[Any, Any]] = {}  # of weights, by the place of the layer
-        self._evaluated = False  # since the last training pass
+        # By the place of the layer: measurements, and views of its weights.
+        self._fastest: dict[Hashable, dict[Any, Fastest]] = {}
+        self._views: dict[Hashable, dict[Any, Any]] = {}
 
     def __call__(
         self,
@@ -106,23 +106,27 @@ class Runner:
         net = FeedForward.of(*maps, gate.block_size, other, gate.scale is not None, views)
         tensors = (x, *net.tensors, *gate.parameters())
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return run_gated(self._name(x, gate, net, needs_grad), x, gate, net)
+        return run_gated(self._name(x, gate, net, needs_grad, place), x, gate, net)
 
-    def _name(self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> str:
+    def _name(
+        self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool, place: Hashable
+    ) -> str:
         if self.engine != "auto":
             rows = "blocks" if needs_grad else "rows"
             return {"graph": "triton", "rows": rows}.get(self.engine, self.engine)
         few = len(x) <= MAX_ROWS_BATCH
         key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
-        found = self._fastest.get(key)
+        # By layer: one may open all blocks where another closes most.
+        known = self._fastest.setdefault(place, {})
+        if not needs_grad:
+            # Measured again after an evaluation only: checkpointing repeats a training pass, which
+            # must not choose another engine then.
+            for old in [k for k, f in known.items() if f.uses >= _REMEASURE_AFTER]:
+                del known[old]
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        # Checkpointing repeats a training pass, which must not choose another engine then: it is
-        # measured again after an evaluation only.
-        self._evaluated = self._evaluated or not needs_grad
-        again = found is not None and found.uses >= _REMEASURE_AFTER and self._evaluated
-        self._evaluated = self._evaluated and not needs_grad
-        if (found is None or again) and not captured:
-            found = self._fastest[key] = fastest_engine(x, gate, net, needs_grad)
+        if key not in known and not captured:
+            known[key] = fastest_engine(x, gate, net, needs_grad)
+        found = known.get(key)
         if found is None:  # captured without a run before it
             return candidates(x, needs_grad)[-1]
         found.uses += 1
@@ -130,7 +134,7 @@ class Runner:
 
     def __getstate__(self) -> dict[str, Any]:
         # Measurements and views are specific to this instance and device.
-        return {"engine": self.engine, "_fastest": {}, "_views": {}, "_evaluated": False}
+        return {"engine": self.engine, "_fastest": {}, "_views": {}}
 
 
 @dataclass

@@ -40,7 +40,7 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
             f"{type(model).__name__} has no GatedFeedForward: build its blocks with "
             "dg_lightning.GatedFeedForward, whose closed blocks can be skipped."
         )
-    runner = Runner(engine)  # one for all: measured once for layers of one size
+    runner = Runner(engine)
     for place, layer in enumerate(layers):
         layer.skip = None if engine == "masked" else Skip(runner, place)
 

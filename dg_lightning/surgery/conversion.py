@@ -170,7 +170,11 @@ def _loss_of(model: Any) -> Loss:
 
 
 def _on_device(loss: Loss, device: torch.device) -> Loss:
-    return lambda batch: loss(move_data_to_device(batch, device))
+    def run(batch: Any) -> Tensor:
+        torch.clear_autocast_cache()  # weights have changed since the last batch
+        return loss(move_data_to_device(batch, device))
+
+    return run
 
 
 def _feed_forwards(model: nn.Module, example: Any, only: list[str] | None) -> Found:

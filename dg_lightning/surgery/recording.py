@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -68,6 +69,9 @@ def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[
             f"{type(model).__name__} must be run once to see how its layers are connected: give "
             "an `example` of what it is called with (a tensor, a tuple, or a dict by name)."
         )
+    first = next(model.parameters(), None)
+    if first is not None:  # Lightning moves batches, but not examples
+        example = move_data_to_device(example, first.device)
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}

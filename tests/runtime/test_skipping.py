@@ -167,3 +167,26 @@ def test_auto_measures_within_checkpointing_and_never_between_a_pass_and_its_rep
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(measured) == 3
     assert layer(x[0, 0]).shape == (16,)
+
+
+def test_auto_measures_each_layer_and_each_again_after_an_evaluation(monkeypatch: Any) -> None:
+    monkeypatch.setattr(dispatch, "_REMEASURE_AFTER", 2)
+    measured: list[Any] = []
+
+    def first_is_dense(x: Any, gate: Any, net: Any, needs_grad: bool) -> Any:
+        measured.append(gate)
+        name = "dense" if len(measured) == 1 else "blocks"
+        return dispatch.Fastest(name, name)
+
+    monkeypatch.setattr(dispatch, "fastest_engine", first_is_dense)
+    net = nn.Sequential(*(GatedFeedForward(16, 32, gate=SCALED) for _ in range(2)))
+    gates = [layer.gate for layer in net]
+    skip_closed_blocks(net)
+    x = torch.randn(6, 16)
+    for _ in range(3):
+        net(x).sum().backward()
+    assert measured == gates  # one may be open where the other is closed
+    with torch.no_grad():
+        net(x)
+    net(x).sum().backward()
+    assert measured == 3 * gates

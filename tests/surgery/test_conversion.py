@@ -168,6 +168,30 @@ def test_it_works_in_mixed_precision_and_holds_its_own_gates_only(trained: GPT) 
     assert opened[0] > 0.6  # as before
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_in_mixed_precision_it_learns_from_the_weights_of_now(trained: GPT, device: str) -> None:
+    # Within one autocast context, torch keeps the weights that it has cast.
+    net = copy.deepcopy(trained).to(device)
+    given: Any = {"loss": next_token(net), "example": copying()[0][:, :-1], "progress": False}
+    with torch.autocast(device, torch.bfloat16):
+        done = convert(net, copying(), gate=GATE, teach_steps=5, tune_steps=30, **given)
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        losses = [float(next_token(net.eval())(x.to(device))) for x in copying()]
+    assert done.loss_after == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+
+
 class OwnWeights(GPT):
     """A model with a weight of its own for each unit, which nobody can see."""
 
