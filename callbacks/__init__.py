@@ -1,10 +1,12 @@
 """Independent Lightning callbacks, for our module and for anybody's."""
 
+from .adapt import Adapt
 from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .ewc import EWC
 from .exact_resume import ExactResume
+from .gate_drift import GateDrift
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
@@ -23,10 +25,12 @@ from .threshold_phases import ThresholdPhases
 __all__ = [
     "EWC",
     "SET",
+    "Adapt",
     "AddGates",
     "BudgetController",
     "CollapseDetector",
     "ExactResume",
+    "GateDrift",
     "GateMonitor",
     "GatePenalty",
     "MagnitudePruning",

@@ -14,7 +14,7 @@ from dg_lightning.continual.gates_by_task import GatesByTask
 from dg_lightning.continual.tasks import Heads, least_uncertain, task_progress
 from dg_lightning.gates import set_temperature, shared_state
 from dg_lightning.training import log_step
-from dg_lightning.training.averaging import has_averages
+from dg_lightning.training.averaging import refuse_what_moves
 
 __all__ = ["TaskGates"]
 
@@ -96,13 +96,6 @@ class TaskGates(pl.Callback):
 
     def _find_gates(self, pl_module: pl.LightningModule) -> GatesByTask:
         if self._by_task is None:
-            if any(
-                getattr(child, "running_mean", None) is not None for child in pl_module.modules()
-            ):
-                raise ValueError(
-                    "TaskGates cannot protect running statistics, as of a batch norm, which every "
-                    "task changes: use a layer norm, or none."
-                )
             assert self._data is not None
             self._by_task = GatesByTask(pl_module, self.finished)
             self._heads = Heads(pl_module, self._data, self.head)
@@ -117,11 +110,7 @@ class TaskGates(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._heads is not None
-        if has_averages(trainer):
-            raise ValueError(
-                "TaskGates keeps weights as they are when a task ends, and an average of weights "
-                "(EMA, SWA) moves on: leave one of them out."
-            )
+        refuse_what_moves(pl_module, trainer, self)
         self._protection = Protection(pl_module, self._heads.map)
         for task in range(len(self.finished)):
             self._protect(task)
@@ -184,11 +173,7 @@ class TaskGates(pl.Callback):
     ) -> None:
         assert self._by_task is not None
         assert self._protection is not None
-        if optimizer not in self._handles:
-            restore = self._protection.restore
-            hook = optimizer.register_step_post_hook(lambda done, *_: restore(done))
-            self._handles[optimizer] = hook
-        self._protection.stop_gradients()
+        self._protection.before_step(optimizer)
         self._by_task.press(self.weight, optimizer)
 
     @override

@@ -18,8 +18,10 @@ from dg_lightning.continual import (
     forgetting,
     forward_transfer,
     overlap,
+    plasticity,
     task_data,
 )
+from dg_lightning.continual.tasks import logits_of
 from dg_lightning.files import write_text
 from dg_lightning.gates.protocol import GateLike, gate_layers
 from dg_lightning.monitoring import run_folder
@@ -47,6 +49,7 @@ class TaskMonitor(pl.Callback):
     | `tasks/forgetting` | what earlier tasks have lost since they were learned, on average |
     | `tasks/backward_transfer` | the opposite |
     | `tasks/forward_transfer` | by how much tasks exceed chance before they are learned |
+    | `tasks/plasticity` | by how much the last ten tasks are learned better than the first ten |
     | `tasks/overlap` | share of open units that two learned tasks have in common, on average |
 
     In a test, accuracies are those of the test part, and forgetting and transfer stay those of the
@@ -104,12 +107,7 @@ class TaskMonitor(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
-        if not isinstance(logits, Tensor):
-            raise TypeError(
-                "TaskMonitor needs the class logits: return them from `validation_step` and "
-                f"`test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
-            )
+        logits = logits_of(outputs, self)
         assert self._data is not None
         task = self._data.task_of("test" if trainer.testing else "val", batch_idx)
         self._counts.update(self.learned, task, logits, batch[1])
@@ -161,6 +159,7 @@ class TaskMonitor(pl.Callback):
             "tasks/forgetting": forgetting(history, learned),
             "tasks/backward_transfer": backward_transfer(history, learned),
             "tasks/forward_transfer": forward_transfer(history, learned, torch.tensor(chances)),
+            "tasks/plasticity": plasticity(history, learned),
         }
 
     def _classes(self, task: int) -> Any:

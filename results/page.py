@@ -199,6 +199,36 @@ def input_pays(studies: dict[str, Study]) -> str:
     return markdown_table(columns, lines)
 
 
+def of_tasks(study: Study) -> str:
+    """Return what is known of tasks after the last one, and what was lost of them."""
+    lines = []
+    for v in study.variants:
+        runs = str(len(study.values(v, "accuracy")))
+        keys = ("tasks_average_accuracy", "tasks_forgetting")
+        used = f"{100 * statistics.fmean(study.used(v)):.1f}"
+        lines.append([f"`{v}`", runs, *(study.percent(v, key) for key in keys), used])
+    columns = ["variant", "runs", "average accuracy, %", "forgetting, points", "MACs, %"]
+    return markdown_table(columns, lines)
+
+
+def of_drift(study: Study) -> str:
+    """Return what adaptation wins and costs, with standard errors."""
+    lines = []
+    for v in study.variants:
+        drift, _, what = v.partition("_")
+        figures = []
+        for key in ("adapt_recovery", "adapt_clean_loss", "adapt_gate_flips"):
+            values = [100 * value for value in study.values(v, key)]
+            error = statistics.stdev(values) / math.sqrt(len(values))
+            mean = round(statistics.fmean(values), 1) + 0.0  # not -0.0
+            figures.append(f"{mean:.1f} ± {error:.1f}")
+        used = f"{100 * statistics.fmean(study.used(v)):.1f}"
+        lines.append([drift, what, *figures, used])
+    columns = ["drift", "adapts", "won back, %", "lost on clean images, points"]
+    columns += ["decisions changed, %", "MACs, %"]
+    return markdown_table(columns, lines, words=2)
+
+
 def worst_miss(studies: dict[str, Study]) -> str:
     """Return the largest of their misses, in percent, rounded up."""
     misses = [abs(miss) for study in studies.values() for _, miss in study.misses().values()]
@@ -232,8 +262,8 @@ def page() -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    tables = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
-    tables["worst_miss"] = worst_miss
+    tables: dict[str, Any] = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
+    tables |= {"worst_miss": worst_miss, "of_tasks": of_tasks, "of_drift": of_drift}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)
 

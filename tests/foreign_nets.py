@@ -18,6 +18,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
     "ExactResume": {},
+    "GateDrift": {},
     "GateMonitor": {"every_n_epochs": 1},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
@@ -31,6 +32,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ThresholdPhases": {},
 }
 OF_TASKS: dict[str, dict[str, Any]] = {  # which need a DataModule of tasks
+    "Adapt": {"batches": 20},
     "EWC": {"weight": 10.0},
     "TaskGates": {},
     "TaskHeads": {},

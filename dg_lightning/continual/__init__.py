@@ -1,5 +1,6 @@
 """Tasks in sequence: what callbacks ask of data, measures, and protection of what is learned."""
 
+from dg_lightning.continual.drift import DriftDetector, DriftReport
 from dg_lightning.continual.measures import (
     AccuracyMatrix,
     average_accuracy,
@@ -7,12 +8,15 @@ from dg_lightning.continual.measures import (
     forgetting,
     forward_transfer,
     overlap,
+    plasticity,
 )
 from dg_lightning.continual.protection import Protection
 from dg_lightning.continual.tasks import TaskData, mask_classes, task_data
 
 __all__ = [
     "AccuracyMatrix",
+    "DriftDetector",
+    "DriftReport",
     "Protection",
     "TaskData",
     "average_accuracy",
@@ -21,5 +25,6 @@ __all__ = [
     "forward_transfer",
     "mask_classes",
     "overlap",
+    "plasticity",
     "task_data",
 ]

@@ -1,5 +1,6 @@
 """Measures of learning in sequence, from the matrix of accuracies after each task."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ __all__ = [
     "forgetting",
     "forward_transfer",
     "overlap",
+    "plasticity",
 ]
 
 
@@ -109,3 +111,19 @@ def overlap(rates: Tensor) -> float:
     first, second = rates.double()[pairs].unbind(1)
     shared, either = torch.minimum(first, second).sum(-1), torch.maximum(first, second).sum(-1)
     return float((shared / either.clamp_min(1e-12)).mean())
+
+
+def plasticity(matrix: Tensor, learned: int, tasks: int = 10) -> float:
+    """Return by how much the last tasks are learned better than the first ones.
+
+    It is the accuracy right after learning, of the last `tasks` tasks minus the first ones; NaN
+    unless there are twice as many. Below 0, a net has lost its ability to learn.
+
+    >>> matrix = torch.diag(torch.tensor([0.9, 0.9, 0.8, 0.7]))
+    >>> round(plasticity(matrix, 3, tasks=2), 6)
+    -0.15
+    """
+    right_after = matrix.diagonal()[: learned + 1]
+    if len(right_after) < 2 * tasks:
+        return math.nan
+    return float(right_after[-tasks:].mean() - right_after[:tasks].mean())

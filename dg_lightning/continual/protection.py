@@ -24,16 +24,20 @@ class Protection:
     Args:
         module: The model.
         head: The map that makes the logits, if tasks have classes of their own.
+        with_gates: Whether to protect the parameters of gates, too.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Module | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, head: nn.Module | None = None, with_gates: bool = False
+    ) -> None:
         self.maps = linear_maps(module)
         self.head = head
-        in_gates = {p for child in gate_submodules(module) for p in child.parameters()}
+        self._in_gates = {p for child in gate_submodules(module) for p in child.parameters()}
+        left_out = set() if with_gates else self._in_gates
         self.used = {
             p: torch.zeros_like(p, dtype=torch.bool)
             for p in module.parameters()
-            if p not in in_gates
+            if p not in left_out
         }
         linears = {found.linear for found in self.maps}
         others = [child for child in module.modules() if child not in linears]
@@ -42,6 +46,7 @@ class Protection:
         self._owners: list[Any] = [child for child in module.modules() if hasattr(child, "weight")]
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._held: dict[nn.Parameter, Tensor] = {}  # what `_kept` is valid for
+        self._hooks: dict[Optimizer, Any] = {}
 
     @torch.no_grad()
     def add(
@@ -96,13 +101,18 @@ class Protection:
 
     def end(self) -> None:
         """Protect nothing any more."""
-        self._kept, self._held = {}, {}
+        for hook in self._hooks.values():
+            hook.remove()
+        self._kept, self._held, self._hooks = {}, {}, {}
         for owner in self._owners:
             set_protected(owner, None)
 
     @torch.no_grad()
-    def stop_gradients(self) -> None:
-        """Set gradients of protected weights to 0, so that they take no part in clipping."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Let a step leave protected weights alone; their gradients take no part in clipping."""
+        if optimizer not in self._hooks:
+            hook = optimizer.register_step_post_hook(lambda done, *_: self.restore(done))
+            self._hooks[optimizer] = hook
         for parameter in self._kept:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(self.used[parameter], 0)
@@ -124,6 +134,11 @@ class Protection:
         return [parameter for parameter in self._kept if id(parameter) in held]
 
     def share(self) -> float:
-        """Return the share of weights that are protected."""
-        sizes = sum(used.numel() for used in self.used.values())
-        return sum(int(used.sum()) for used in self.used.values()) / sizes
+        """Return the share of weights that are protected, without those of gates."""
+        weights = [used for p, used in self.used.items() if p not in self._in_gates]
+        return sum(int(used.sum()) for used in weights) / sum(used.numel() for used in weights)
+
+    def moved(self) -> bool:
+        """Return True if something has changed protected weights past this."""
+        pairs = [(p.detach()[self.used[p]], kept[self.used[p]]) for p, kept in self._kept.items()]
+        return not all(torch.equal(now, kept) for now, kept in pairs)

@@ -15,6 +15,7 @@ __all__ = [
     "TaskData",
     "find_head",
     "least_uncertain",
+    "logits_of",
     "mask_classes",
     "task_data",
     "task_progress",
@@ -132,6 +133,17 @@ def least_uncertain(logits: Sequence[Tensor]) -> Tensor:
     entropy = torch.special.entr(every.float().softmax(-1)).sum(-1)
     index = entropy.argmin(0)[None, ..., None].expand(1, *every.shape[1:])
     return every.gather(0, index)[0]
+
+
+def logits_of(outputs: Any, callback: object) -> Tensor:
+    """Return the class logits that a step has returned, or raise TypeError."""
+    logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"{type(callback).__name__} needs the class logits: return them from `validation_step` "
+            f"and `test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
+        )
+    return logits
 
 
 def task_progress(trainer: Any, data: TaskData, batch_idx: int) -> float:

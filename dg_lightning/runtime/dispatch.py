@@ -121,12 +121,12 @@ class Runner:
         if not needs_grad:
             # Measured again after an evaluation only: checkpointing repeats a training pass, which
             # must not choose another engine then.
-            for old in [k for k, f in known.items() if f.uses >= _REMEASURE_AFTER]:
-                del known[old]
-        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if key not in known and not captured:
-            known[key] = fastest_engine(x, gate, net, needs_grad)
+            for old in known.values():
+                old.outdated = old.outdated or old.uses >= _REMEASURE_AFTER
         found = known.get(key)
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if (found is None or found.outdated) and not captured:
+            found = known[key] = fastest_engine(x, gate, net, needs_grad)
         if found is None:  # captured without a run before it
             return candidates(x, needs_grad)[-1]
         found.uses += 1
@@ -144,6 +144,7 @@ class Fastest:
     eager: str
     captured: str
     uses: int = 0
+    outdated: bool = False
 
 
 def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> Fastest:

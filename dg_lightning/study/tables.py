@@ -41,14 +41,20 @@ COLUMNS = (
     "status",
     "reason",
 )
-TASK_KEYS = (  # logged by `TaskMonitor` and `TaskGates`
+TASK_KEYS = (  # logged by callbacks of tasks
     "tasks/average_accuracy",
     "tasks/forgetting",
     "tasks/accuracy_when_learned",
     "tasks/forward_transfer",
+    "tasks/plasticity",
     "tasks/overlap",
     "tasks/units_used",
     "tasks/passes",
+    "adapt/drift_cost",
+    "adapt/recovery",
+    "adapt/clean_loss",
+    "adapt/gate_flips",
+    "adapt/weights_free",
 )
 TEXTS = ("dataset", "variant", "training", "device", "status", "reason")
 _NAMES = (*TEXTS, "seed")
@@ -147,10 +153,24 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
             "forgetting and transfer as of validation.",
             markdown_table(
                 ["variant", "average accuracy", "forgetting", "when learned", "forward transfer",
-                 "overlap", "passes"],
+                 "plasticity", "overlap", "passes"],
                 [_task_cells(summary) for summary in summaries],
             ),
         ]  # fmt: skip
+    if any("adapt_recovery_mean" in summary for summary in summaries):
+        keys = ("drift_cost", "recovery", "clean_loss", "gate_flips", "weights_free")
+        parts += [
+            "Adaptation to drift, of validation: what the drift cost, the share of it that is won "
+            "back, the accuracy lost on clean samples, decisions that have changed on the same "
+            "samples, weights that may adapt.",
+            markdown_table(
+                ["variant", *(key.replace("_", " ") for key in keys)],
+                [
+                    [f"`{s['variant']}`", *(_percent(s, f"adapt_{key}") for key in keys)]
+                    for s in summaries
+                ],
+            ),
+        ]
     if remarks := published_remarks(source, rows):
         parts += [f"Of the paper's table ({source['table']}):", remarks]
     else:
@@ -235,6 +255,7 @@ def _task_cells(summary: Row) -> list[str]:
         "forgetting",
         "accuracy_when_learned",
         "forward_transfer",
+        "plasticity",
         "overlap",
     )
     cells = [_percent(summary, f"tasks_{name}") for name in shares]

@@ -14,7 +14,13 @@ from torch.optim.swa_utils import AveragedModel
 from dg_lightning.gates import gate_layers, set_connections
 from dg_lightning.rewiring import SparseLayer
 
-__all__ = ["copy_gates_to_averages", "has_averages", "keep_settings_live", "mask_averages"]
+__all__ = [
+    "copy_gates_to_averages",
+    "has_averages",
+    "keep_settings_live",
+    "mask_averages",
+    "refuse_what_moves",
+]
 
 _SETTINGS = ("temperature", "threshold", "min_open")
 
@@ -91,3 +97,18 @@ def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:
             setting.copy_(value)
 
     average.update_parameters = update_all_but_settings  # type: ignore[method-assign]
+
+
+def refuse_what_moves(module: nn.Module, trainer: Any, callback: object) -> None:
+    """Raise ValueError if a model holds what changes whatever is protected."""
+    name = type(callback).__name__
+    if any(getattr(child, "running_mean", None) is not None for child in module.modules()):
+        raise ValueError(
+            f"{name} cannot protect running statistics, as of a batch norm, which every task "
+            "changes: use a layer norm, or none."
+        )
+    if has_averages(trainer):
+        raise ValueError(
+            f"{name} keeps weights as they are, and an average of weights (EMA, SWA) moves on: "
+            "leave one of them out."
+        )

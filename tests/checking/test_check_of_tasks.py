@@ -7,7 +7,8 @@ import pytest
 from dg_lightning.cli import main
 from dg_lightning.configs import shipped_configs
 
-CONFIGS = [name for name in shipped_configs() if name.startswith("continual/split_digits/")]
+QUICK = ("continual/split_digits/", "continual/drift_digits/")
+CONFIGS = [name for name in shipped_configs() if name.startswith(QUICK)]
 
 
 @pytest.mark.slow

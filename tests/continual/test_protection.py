@@ -39,9 +39,8 @@ def train(net: nn.Module, protection: Protection, optimizer: Any, steps: int = 5
     for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(net(torch.randn(16, 6)), torch.randint(0, 4, (16,))).backward()
-        protection.stop_gradients()
+        protection.before_step(optimizer)
         optimizer.step()
-        protection.restore(optimizer)
 
 
 def mlp() -> Any:

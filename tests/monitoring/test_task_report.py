@@ -52,3 +52,22 @@ def test_the_study_of_digits_tells_what_was_forgotten() -> None:
     assert tasks["task_gates"][1] == 0
     main(["report", "out"])
     assert "Tasks in sequence" in Path("out/report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_empty_folder")
+def test_the_study_of_drift_tells_what_was_won_back() -> None:
+    from dg_lightning.cli import main
+
+    options = ["--seeds=1", "--output=out", "--options=[trainer.max_epochs=10]", "--workers=1"]
+    main(["study", "--config=studies/drift_digits", *options])
+    summary = Path("out/summary.md").read_text()
+    adapted = summary[summary.index("Adaptation to drift") :]
+    cell = r"(-?[\d.]+)% \| "
+    rows = re.findall(rf"\| `(\w+)` \| {cell}{cell}{cell}", adapted)
+    figures = {name: tuple(map(float, found)) for name, *found in rows}
+    cost, *others = figures["contrast_nothing"]
+    assert cost > 0
+    assert others == [0, 0]  # recovery, and what clean samples lost
+    assert figures["contrast_all"][0] == cost
+    assert figures["contrast_all"][1] > figures["contrast_gates"][1]
