@@ -200,11 +200,8 @@ class Adapt(pl.Callback):
         now = torch.cat([deployed_gate(gate).flatten().cpu() for gate in self._gates.values()])
         if self._adapts and batch_idx in self._decisions:
             self._flips.append((now != self._decisions[batch_idx]).double().mean())
-        elif not self._adapts and (batch_idx in self._decisions or self._has_room()):
+        elif not self._adapts and len(self._decisions.keys() | {batch_idx}) <= _COMPARED:
             self._decisions[batch_idx] = now
-
-    def _has_room(self) -> bool:
-        return len(self._decisions) < _COMPARED
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -225,7 +222,7 @@ class Adapt(pl.Callback):
         if self._flips:
             flips = torch.stack(self._flips).mean().to(pl_module.device)
             self.figures["adapt/gate_flips"] = float(mean_over_ranks(trainer, flips))
-        self.on_test_epoch_end(trainer, pl_module)
+        self._log(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -246,6 +243,9 @@ class Adapt(pl.Callback):
 
     @override
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log(pl_module)
+
+    def _log(self, pl_module: pl.LightningModule) -> None:
         for key, value in self.figures.items():
             pl_module.log(key, value)
 

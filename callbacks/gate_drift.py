@@ -48,10 +48,10 @@ class GateDrift(pl.Callback):
         self._loaded_step: int | None = None  # of the checkpoint
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self.reference = {}
-        if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks):
             raise ValueError(
                 "GateDrift would compare with other weights than those that "
                 "StochasticWeightAveraging leaves: leave one of them out, or use EMA."

@@ -1,5 +1,7 @@
 """Open rates against a reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,12 +10,23 @@ from dg_lightning import GatedFeedForward, GatedMLP
 from dg_lightning.continual import DriftDetector
 from dg_lightning.continual.drift import OpenCounts
 
-GATE = {"kind": "dynamic", "initial_open_rate": 0.6, "initial_spread": 1.0}
+GATE: Any = {"kind": "dynamic", "initial_open_rate": 0.6, "initial_spread": 1.0}
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        gate: Any = {**GATE, "block_size": 4}
+        self.layer = GatedFeedForward(8, 32, gate=gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
 
 
 def detector(classes: int = 3) -> DriftDetector:
     torch.manual_seed(0)
-    found = DriftDetector(GatedMLP(10, [32, 16], classes, gate=GATE))  # type: ignore[arg-type]
+    found = DriftDetector(GatedMLP(10, [32, 16], classes, gate=GATE))
     found.learn([torch.randn(1000, 10) for _ in range(4)])
     return found
 
@@ -83,13 +96,9 @@ def test_too_few_samples_tell_nothing() -> None:
 
 
 def test_positions_may_come_before_samples() -> None:
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = GatedFeedForward(8, 32, gate={**GATE, "block_size": 4})  # type: ignore[arg-type]
-
+    class Mean(Tokens):
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.transpose(0, 1)).mean(0)  # type: ignore[no-any-return]
+            return super().forward(x.transpose(0, 1)).mean(0)
 
     def samples(count: int) -> Tensor:
         return torch.randn(count, 6, 8) + 2 * torch.randn(count, 1, 8)
@@ -104,10 +113,7 @@ def test_a_gate_may_be_left_out_and_another_net_is_refused() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = (
-                GatedMLP(10, [16], 3, gate=GATE)  # type: ignore[arg-type]
-                for _ in range(2)
-            )
+            self.first, self.second = (GatedMLP(10, [16], 3, gate=GATE) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
             out = self.first(x)
@@ -127,15 +133,6 @@ def test_a_gate_may_be_left_out_and_another_net_is_refused() -> None:
 
 
 def test_tokens_and_models_without_classes() -> None:
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = GatedFeedForward(8, 32, gate={**GATE, "block_size": 4})  # type: ignore[arg-type]
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.layer(x)
-            return out
-
     torch.manual_seed(0)
     found = DriftDetector(Tokens())
     found.learn([(torch.randn(500, 6, 8), None)])
@@ -146,7 +143,7 @@ def test_tokens_and_models_without_classes() -> None:
 def test_bad_input_gets_one_line() -> None:
     with pytest.raises(ValueError, match="use `kind: dynamic`"):
         DriftDetector(GatedMLP(4, [8], 2, gate={"kind": "static"}))
-    fresh = DriftDetector(GatedMLP(4, [8], 2, gate=GATE))  # type: ignore[arg-type]
+    fresh = DriftDetector(GatedMLP(4, [8], 2, gate=GATE))
     with pytest.raises(ValueError, match="no batches"):
         fresh.learn([])
     with pytest.raises(ValueError, match="no reference"):
