@@ -229,6 +229,12 @@ def of_drift(study: Study) -> str:
     return markdown_table(columns, lines, words=2)
 
 
+def of_time_scales(*studies: Study) -> str:
+    """Return accuracies by how fast gates and how often connections move."""
+    lines = [[f"`{v}`", *(study.percent(v) for study in studies)] for v in studies[0].variants]
+    return markdown_table(["variant", *(study.config["dataset"] for study in studies)], lines)
+
+
 def worst_miss(studies: dict[str, Study]) -> str:
     """Return the largest of their misses, in percent, rounded up."""
     misses = [abs(miss) for study in studies.values() for _, miss in study.misses().values()]
@@ -264,6 +270,7 @@ def page() -> str:
     )
     tables: dict[str, Any] = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
     tables |= {"worst_miss": worst_miss, "of_tasks": of_tasks, "of_drift": of_drift}
+    tables["of_time_scales"] = of_time_scales
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)
 
