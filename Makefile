@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all kernels lint types results lowest clean
+.PHONY: demo test test-all kernels lint types results docs lowest clean
 
 demo: .venv/.installed
 	$(BIN)/python examples/demo.py
@@ -24,7 +24,7 @@ kernels: .venv/.installed-dev
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell dg_lightning callbacks datamodules configs tests benchmarks examples results/page* *.md
+	$(BIN)/codespell --skip="*.ipynb,*.png" dg_lightning callbacks datamodules configs tests benchmarks examples docs results/*.py results/*.j2 *.md
 
 types: .venv/.installed-dev
 	$(BIN)/mypy
@@ -33,10 +33,14 @@ types: .venv/.installed-dev
 results: .venv/.installed-dev
 	$(BIN)/python results/page.py
 
+# The site, in build/site: no network is needed.
+docs: .venv/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 # The tests with the oldest versions that pyproject.toml allows.
 lowest:
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,models]'
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
 	.venv-lowest/bin/python -m pytest
 
 clean:
@@ -50,5 +54,5 @@ clean:
 	touch $@
 
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,plot,study,wandb,export,models]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
 	touch $@

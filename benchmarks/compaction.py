@@ -25,7 +25,7 @@ from dg_lightning.cli.trained import batches, load_data, load_inputs, load_net
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
 from dg_lightning.runtime.bench import predicted_speed_up, random_net
-from dg_lightning.runtime.choice import accuracies, without_gates
+from dg_lightning.runtime.choice import scores, without_gates
 from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # required share of the predicted speed-up
@@ -89,7 +89,7 @@ def studies(folders: list[Path], rounds: int) -> Table:
                     runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
                     taken = median_seconds(runs, x.device, rounds)
                 cells.append(f"{taken['dense'] / taken['ours']:.2f}")
-            tested = [] if data is None else accuracies([ours], batches(data, "test"))
+            tested = [] if data is None else scores([ours], batches(data, "test"))[1]
             right = "".join(f"{share:.2%}" for share in tested)
             table.add_row(name, right, f"{predicted_speed_up(meant, inputs):.2f}", *cells)
     return table

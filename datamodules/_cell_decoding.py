@@ -18,6 +18,7 @@ from ._cells import (
     read_values,
     select_variable_genes,
 )
+from ._fitted import PARTS, named_parts
 from ._part import grouped_split, stratified_split
 from ._tables import Save
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CellDecoder"]
 
-_PARTS = ("train", "val", "test")
 Names = NDArray[Any]  # of str, None if unlabelled
 Rows = dict[str, NDArray[np.int64]]
 
@@ -194,14 +194,16 @@ class CellDecoder:
             of = torch.from_numpy(labels)
             rest, test = stratified_split(labelled, of, 0.2, s.split_seed, class_names)
             train, val = stratified_split(rest, of, 0.125, s.split_seed, class_names)
-            return dict(zip(_PARTS, (train, val, test), strict=True))
+            return dict(zip(PARTS, (train, val, test), strict=True))
         if s.split_by not in self.cells.obs.columns:
             raise ValueError(
                 f"`split_by` must be a column of obs, got {s.split_by!r}; {self._list_columns()}."
             )
         groups = self.cells.obs[s.split_by].astype(str).to_numpy(dtype=object)
-        if set(groups[labelled]) == set(_PARTS):
-            return {part: labelled[groups[labelled] == part] for part in _PARTS}
+        given = named_parts(dict.fromkeys(groups[labelled]), f"Column {s.split_by!r}")
+        if given is not None:
+            parts = np.array([given[group] for group in groups[labelled]])
+            return {part: labelled[parts == part] for part in PARTS}
         rest, test = grouped_split(labelled, labels, groups, 0.2, s.split_seed)
         train, val = grouped_split(rest, labels, groups, 0.125, s.split_seed)
-        return dict(zip(_PARTS, (train, val, test), strict=True))
+        return dict(zip(PARTS, (train, val, test), strict=True))

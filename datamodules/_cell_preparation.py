@@ -1,6 +1,5 @@
 """Preprocessing from cell counts to inputs: fitted once, applied to any file by gene name."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ._cells import log_normalize
+from ._fitted import hash_rows
 
 __all__ = ["CellPreparation", "Standardize", "compute_fingerprints"]
 
@@ -153,5 +153,4 @@ def compute_fingerprints(raw: Any) -> NDArray[np.int64]:
         raw.indices[start:end].astype("<i4").tobytes() + raw.data[start:end].tobytes()
         for start, end in zip(raw.indptr, raw.indptr[1:], strict=False)
     )
-    digests = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
-    return np.frombuffer(digests, dtype="<i8").astype(np.int64)
+    return hash_rows(texts)

@@ -1,7 +1,5 @@
 """PBMC3k: cell types of blood cells from gene expression; any other AnnData works too."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,19 +12,18 @@ from typing_extensions import override
 from ._cell_decoding import CellDecoder
 from ._cell_preparation import CellPreparation, Standardize
 from ._files import Download
+from ._fitted import FittedDataModule
 from ._part import Part
 from ._tables import Save, SparseTable, Tables
-from .base import BaseDataModule, check_choice
+from .base import check_choice
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
 __all__ = ["PBMC3kDataModule"]
 
-_PARTS = ("train", "val", "test")
 
-
-class PBMC3kDataModule(BaseDataModule):
+class PBMC3kDataModule(FittedDataModule):
     """2,700 blood cells: cell type from log-normalised counts of the most variable genes.
 
     The stratified split is 70 % training, 10 % validation, 20 % test. The labels are clusters of
@@ -65,6 +62,8 @@ class PBMC3kDataModule(BaseDataModule):
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
+    sample = "cell"
+    preparation_type = CellPreparation
     needs = dict.fromkeys(
         ("anndata", "scanpy", "skmisc", "leidenalg"), "anndata scanpy scikit-misc leidenalg"
     )
@@ -121,7 +120,6 @@ class PBMC3kDataModule(BaseDataModule):
         self.fit_on = check_choice("fit_on", fit_on, "train", "paper")
         self.scale = scale
         self._cells: AnnData | None = None
-        self._preparation: CellPreparation | None = None  # from a checkpoint
 
     @property
     @override
@@ -164,11 +162,7 @@ class PBMC3kDataModule(BaseDataModule):
             *("layer", "values", "label_column", "leiden", "rare", "smallest_cluster", "split_by"),
             *("genes", "fit_on", "split_seed"),
         )
-        found = {name: getattr(self, name) for name in names}
-        if self._preparation is not None:
-            text = json.dumps(self._preparation.plain())
-            found["preparation"] = hashlib.sha256(text.encode()).hexdigest()
-        return found
+        return {name: getattr(self, name) for name in names} | self.preparation_settings()
 
     @override
     def decode(self, save: Save) -> None:
@@ -184,11 +178,7 @@ class PBMC3kDataModule(BaseDataModule):
         matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], columns)
         scaling = self._scaling(tables.facts)
         prepare = None if scaling[0] is None else Standardize(*scaling)
-        labels = tables.labels()
-        none = np.empty(0, dtype=np.int64)
-        rows = {p: tables[p].array.copy() if p in tables else none for p in _PARTS}
-        self._all_cells = Part(matrix, np.arange(len(labels)), labels, prepare)
-        return {name: Part(matrix, of, labels[of], prepare) for name, of in rows.items()}
+        return self.make_parts(tables, matrix, tables.labels(), prepare)
 
     def _scaling(self, facts: Mapping[str, Any]) -> tuple[Any, Any]:
         if self._preparation is not None:
@@ -197,37 +187,12 @@ class PBMC3kDataModule(BaseDataModule):
 
     @override
     def check_parts(self, parts: Mapping[str, Part]) -> None:
-        if self._preparation is None:
-            # With groups, only the training split must contain every class.
-            everywhere = self.split_by is None
-            super().check_parts(parts if everywhere else {"train": parts["train"]})
-            return
-        part = {"test": "test", "validate": "val"}.get(str(self._stage))
-        if part is not None and not len(parts[part]):
-            raise ValueError(
-                f"There is no cell to {self._stage} on: {self.facts['unlabelled']} `predict` needs "
-                "no labels."
-            )
+        # With groups, only the training split must contain every class.
+        is_grouped = self._preparation is None and self.split_by is not None
+        super().check_parts({"train": parts["train"]} if is_grouped else parts)
 
     @override
-    def describe_parts(self) -> str:
-        if self._preparation is None:
-            return super().describe_parts()
-        known = int((self._all_cells.labels >= 0).sum())
-        return (
-            f"{len(self._all_cells):,} cells, aligned to the checkpoint by gene name; "
-            f"{known:,} have a label that it knows, {len(self.part('test')):,} of them for testing"
-        )
-
-    @override
-    def preparation(self) -> dict[str, Any]:
-        return self._current_preparation().plain()
-
-    def _current_preparation(self) -> CellPreparation:
-        """Return the preparation from a checkpoint, or else the one fitted to this data."""
-        if self._preparation is not None:
-            return self._preparation
-        self.part("train")  # or say that setup comes first
+    def fitted_preparation(self) -> CellPreparation:
         tables = self._tables()
         facts, prints = tables.facts, tables["fingerprints"].array
         mean, std = self._scaling(facts)
@@ -242,35 +207,11 @@ class PBMC3kDataModule(BaseDataModule):
         )
 
     @override
-    def use_preparation(self, preparation: Mapping[str, Any]) -> None:
-        wanted = CellPreparation.from_plain(preparation)
-        state = None if self.trainer is None else self.trainer.state
-        if state is not None and state.fn == "fit" and state.status == "running":
-            if wanted != self._current_preparation():
-                raise ValueError(
-                    "The checkpoint was trained with other cells, genes, scaling or classes than "
-                    "this data gives: resume with the original data and settings."
-                )
-            return
-        if self._preparation == wanted:
-            return
-        self._preparation = wanted
-        self._loaded_tables = None
-        if self._parts:
-            self._parts = {}
-            self.setup(self._stage)
-
-    @override
-    def part_to_predict(self) -> Part:
-        self.part("test")  # or say that setup comes first
-        return self._all_cells
-
-    @override
     def describe_samples(self) -> dict[str, Sequence[Any]]:
         return {
             "barcode": self.facts["cells"],
             "true_label": [name or "" for name in self.facts["labels"]],
-            "part": self._current_preparation().find_parts(self._tables()["fingerprints"].array),
+            "part": self.current_preparation().find_parts(self._tables()["fingerprints"].array),
         }
 
     def add_predictions(

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
     from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP, SwitchMoE
     from dg_lightning.surgery import add_gates, remove_gates
-    from dg_lightning.training import CapturedSteps, GatedClassifier, GatedLM, trust
+    from dg_lightning.training import (
+        CapturedSteps,
+        GatedClassifier,
+        GatedLM,
+        GatedRegressor,
+        trust,
+    )
 
 __all__ = [
     "CapturedSteps",
@@ -22,6 +28,7 @@ __all__ = [
     "GatedLM",
     "GatedLinear",
     "GatedMLP",
+    "GatedRegressor",
     "StaticGate",
     "SwitchMoE",
     "__version__",
@@ -44,6 +51,7 @@ _HOMES = {
     "GatedLM": "training",
     "GatedLinear": "layers",
     "GatedMLP": "layers",
+    "GatedRegressor": "training",
     "StaticGate": "gates",
     "SwitchMoE": "layers",
     "add_gates": "surgery",

@@ -19,6 +19,7 @@ def small_root(root: Path) -> Path:
     idx(root / "FashionMNIST" / "raw", packed=True)
     cifar10(root / "cifar-10-batches-py")
     tiny_imagenet(root / "tiny-imagenet-200")
+    image_folder(root / "images")
     speech_commands(root / "SpeechCommands" / "speech_commands_v0.02")
     pbmc3k(root / "pbmc3k" / "filtered_gene_bc_matrices" / "hg19")
     return root
@@ -73,6 +74,15 @@ def tiny_imagenet(folder: Path) -> None:
     (folder / "wnids.txt").write_text("\n".join(wnids) + "\n")
     (folder / "words.txt").write_text("n01443537\tgoldfish\nn02124075\tEgyptian cat\n")
     (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+
+
+def image_folder(folder: Path) -> None:
+    generator = np.random.default_rng(3)
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for index in range(40):
+            pixels = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
 
 
 def write_wave(path: Path, samples: np.ndarray, rate: int = 16_000) -> None:

@@ -30,10 +30,10 @@ from dg_lightning.cli.trained import (
 from dg_lightning.runtime.choice import (
     FREEZE_USAGE,
     MAX_ACCURACY_LOSS,
-    accuracies,
     fastest_compact,
     freeze_gates,
     frozen_where_faster,
+    scores,
     usage_of,
     without_gates,
 )
@@ -133,8 +133,9 @@ def run_export(args: list[str]) -> None:
             f"{need}."
         )
     if data is not None:
-        before, after = accuracies([net, exported.run], batches(data, "test"))
-        print(f"Accuracy on the test part: {before:.2%} before, {after:.2%} after.")
+        measure, (before, after) = scores([net, exported.run], batches(data, "test"))
+        name = measure[0].upper() + measure[1:]
+        print(f"{name} on the test part: {before:.2%} before, {after:.2%} after.")
 
 
 def _compact_net(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.runs import add_config_option, newest_run
+from dg_lightning.cli.runs import add_config_option, checkpoint_of
 from dg_lightning.cli.trained import load_data, load_net
 from dg_lightning.files import replacing
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
@@ -36,10 +36,7 @@ def run_genes(args: list[str]) -> None:
     parser.add_argument("--output", type=str, help="The file; genes.csv in the run if None.")
     parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
     given = parser.parse_args(args)
-    if (given.run is None) == (given.config is None):
-        raise refusal("Give either a run, or --config for the newest run of a config.")
-    path = _checkpoint(Path(given.run)) if given.config is None else Path(newest_run(given.config))
-    path = path.resolve()
+    path = checkpoint_of(given.run, given.config)
     preparation = preparation_in(read_checkpoint(path))
     if preparation is None or not {"input_genes", "class_names", "std"} <= preparation.keys():
         raise refusal(f"{path} was not trained on cells: give a run of PBMC3kDataModule.")
@@ -62,16 +59,6 @@ def run_genes(args: list[str]) -> None:
         csv.writer(file).writerows([("gene", "cell_type", "weight"), *rows])
     rich.print(_table(names, types, kept, weights))
     print(f"{int(kept.sum()):,} of {len(names):,} genes are kept; their weights are in {output}.")
-
-
-def _checkpoint(run: Path) -> Path:
-    """Return the newest checkpoint in a run folder, or the given file."""
-    if run.is_file():
-        return run
-    found = sorted(run.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise refusal(f"There is no checkpoint in {run}: give the folder of a run.")
-    return found[-1]
 
 
 def gene_weights(

@@ -96,16 +96,18 @@ class WritePredictions(BasePredictionWriter):
         rows: dict[int, list[Any]] = {}
         # There is one dataloader; each batch has the indices of its samples.
         for batch, indices in zip(predictions, batch_indices[0], strict=True):
-            labels = batch["prediction"].tolist()
-            chances = batch["probability"].amax(-1).tolist()
-            for index, label, chance in zip(indices, labels, chances, strict=True):
+            found = batch["prediction"].tolist()
+            columns = [[names[label] for label in found] if names else found]
+            if isinstance(pl_module, GatedClassifier):
+                columns.append([f"{chance:.6f}" for chance in batch["probability"].amax(-1)])
+            for index, *predicted in zip(indices, *columns, strict=True):
                 about = [descriptions[name][index] for name in descriptions] or [index]
-                name = names[label] if names else label
-                rows[index] = [about[0], name, f"{chance:.6f}", *about[1:]]
+                rows[index] = [about[0], *predicted, *about[1:]]
         merged = _gathered(trainer, rows)
         if trainer.is_global_zero:
-            head = [key, "prediction", "probability", *known]
-            _write_csv(folder / "predictions.csv", [head, *(merged[i] for i in sorted(merged))])
+            head = [key, "prediction", *["probability"] * isinstance(pl_module, GatedClassifier)]
+            table = [[*head, *known], *(merged[i] for i in sorted(merged))]
+            _write_csv(folder / "predictions.csv", table)
         rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
 
 

@@ -21,6 +21,7 @@ from dg_lightning.refusal import refusal
 __all__ = [
     "RUN_FILE",
     "add_config_option",
+    "checkpoint_of",
     "claim_run_folder",
     "newest_checkpoint",
     "newest_run",
@@ -127,6 +128,21 @@ def newest_run(configs: Sequence[str]) -> str:
     found = newest_checkpoint(trainer, [config_path(config) for config in configs])
     print(f"Using the newest checkpoint, {found}")
     return found
+
+
+def checkpoint_of(run: str | None, configs: Sequence[str] | None) -> Path:
+    """Return the newest checkpoint of a run folder or of configs, or the checkpoint given."""
+    if (run is None) == (configs is None):
+        raise refusal("Give either a run, or --config for the newest run of a config.")
+    if configs is not None:
+        return Path(newest_run(configs)).resolve()
+    assert run is not None
+    if Path(run).is_file():
+        return Path(run).resolve()
+    found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise refusal(f"There is no checkpoint in {run}: give the folder of a run.")
+    return found[-1].resolve()
 
 
 def _without_fragments(configs: Sequence[str]) -> list[str]:

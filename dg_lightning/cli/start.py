@@ -23,6 +23,7 @@ COMMANDS = {
     "search": "Search settings that are accurate and cheap, by validation alone.",
     "report": "Write the HTML report of a run or of a study.",
     "genes": "Write the genes that a net of cells has kept, with their weight by cell type.",
+    "features": "Write the columns of a table that a net has kept, and what each is worth.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
     "convert": "Make a trained dense Transformer decide token by token what to run.",
     "bench": "Measure how fast a net really is on this machine.",
@@ -123,8 +124,9 @@ def _check_files(command: str, rest: list[str]) -> None:
                 f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
             )
     for path in option_values(rest, "--data.path", "--data.init_args.path"):
-        if path != "null" and not Path(path).exists():
+        roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
+        if path != "null" and not any((root / path).exists() for root in roots):
             raise refusal(f"There is no file {path!r}: give another with --data.path.")
     folders = [word for word in rest[:1] if not word.startswith("-")]
-    if command in ("report", "genes") and folders and not Path(folders[0]).exists():
+    if command in ("report", "genes", "features") and folders and not Path(folders[0]).exists():
         raise refusal(f"There is no folder {folders[0]!r}: give one of a run or of a study.")

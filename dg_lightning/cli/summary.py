@@ -13,6 +13,8 @@ _METRICS = {
     "val/loss": ("validation loss", ".4f"),
     "val/accuracy": ("validation accuracy", ".2%"),
     "val/macro_f1": ("validation macro-F1", ".2%"),
+    "val/r2": ("validation R²", ".4f"),
+    "val/rmse": ("validation error (root mean square)", ".4g"),
     "compute/macs": ("executed MACs a sample", ",.0f"),
     "compute/macs_share": ("of the dense net's", ".2%"),
     "gates/open_rate": ("open units", ".2%"),

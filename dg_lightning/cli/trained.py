@@ -10,10 +10,11 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from dg_lightning import GatedClassifier, GatedMLP
+from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
 from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_trusted, import_class
 
 __all__ = [
@@ -57,14 +58,17 @@ def load_net(path: str) -> GatedMLP:
     saved = read_checkpoint(path).get("hyper_parameters", {})
     class_path = saved.get("_class_path")
     if not isinstance(class_path, str):
-        raise refusal(f"{path!r} is no checkpoint of a GatedClassifier: give another one.")
-    model = import_class(class_path, GatedClassifier).load_from_checkpoint(path, map_location="cpu")
+        raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+    model = import_class(class_path, GatedModule).load_from_checkpoint(path, map_location="cpu")
     net = model.net
     if not isinstance(net, GatedMLP):
         raise refusal(
             f"{path!r} holds a {type(net).__name__}: only a GatedMLP can be made compact so far."
         )
     net.eval().requires_grad_(False)
+    if isinstance(model, GatedRegressor):  # its outputs in units of the target
+        net.output.weight.mul_(model.target_std)
+        net.output.bias.mul_(model.target_std).add_(model.target_mean)
     return net
 
 

@@ -1,4 +1,4 @@
-"""The commands `report`, `genes` and `wandb-workspace`, which present results."""
+"""The commands `report`, `genes`, `features` and `wandb-workspace`, which present results."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from dg_lightning.files import write_text
 
 __all__ = ["VIEW_COMMANDS", "run_view_command"]
 
-VIEW_COMMANDS = ("report", "genes", "wandb-workspace")
+VIEW_COMMANDS = ("report", "genes", "features", "wandb-workspace")
 
 
 def run_view_command(args: list[str]) -> None:
@@ -21,6 +21,10 @@ def run_view_command(args: list[str]) -> None:
         from dg_lightning.cli.genes import run_genes
 
         run_genes(rest)
+    elif command == "features":
+        from dg_lightning.cli.features import run_features
+
+        run_features(rest)
     else:
         _workspace(rest)
 

@@ -77,7 +77,9 @@ class Snapshot:
     def _correlate(self, pl_module: Any, logits: Tensor) -> None:
         gates = [gate for gate in self.gates.values() if gate.input_dependent]
         masks: list[Any] = [gate.gate for gate in gates]
-        if not masks or any(mask.shape[:-1] != logits.shape[:-1] for mask in masks):
+        if logits.shape[-1] < 2 or not masks:  # one number says nothing about hardness
+            return
+        if any(mask.shape[:-1] != logits.shape[:-1] for mask in masks):
             return
         if self.correlation is None:
             self.correlation = ActivityCorrelation().to(pl_module.device)

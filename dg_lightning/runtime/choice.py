@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics.functional import r2_score
 
 from dg_lightning.gates import StaticGate
 from dg_lightning.gates.policies import top_k_mask
@@ -18,10 +19,10 @@ from dg_lightning.runtime.timing import median_seconds
 __all__ = [
     "FREEZE_USAGE",
     "MAX_ACCURACY_LOSS",
-    "accuracies",
     "fastest_compact",
     "freeze_gates",
     "frozen_where_faster",
+    "scores",
     "usage_of",
     "without_gates",
 ]
@@ -90,7 +91,7 @@ def frozen_where_faster(
         data: Returns batches of inputs and labels, to measure usage and the accuracy lost by
             freezing; called twice.
         batch_sizes: The batch sizes to measure.
-        max_loss: Largest acceptable drop in accuracy on this data.
+        max_loss: Largest acceptable drop in accuracy (R² for numbers) on this data.
 
     Returns:
         The net, with frozen gates or not, and its compact form.
@@ -111,8 +112,9 @@ def frozen_where_faster(
         return net, made
     frozen = freeze_gates(net, usage_of(net, (x for x, _ in data())))
     small = fastest_compact(frozen, batch_sizes)
-    before, after = accuracies([copy.deepcopy(each).eval() for each in (net, frozen)], data())
-    effect = f"validation accuracy is {before:.2%} with them and {after:.2%} without"
+    nets_now = [copy.deepcopy(each).eval() for each in (net, frozen)]
+    measure, (before, after) = scores(nets_now, data())
+    effect = f"validation {measure} is {before:.2%} with them and {after:.2%} without"
     if before - after > max_loss:
         made.notes.append(f"{reason} They stay: {effect}.")
         return net, made
@@ -129,16 +131,20 @@ def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 
 
 @torch.inference_mode()
-def accuracies(
+def scores(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
-) -> list[float]:
-    """Return the accuracy of each net."""
-    correct, total = [0] * len(runs), 0
+) -> tuple[str, list[float]]:
+    """Return the accuracy of each net, or R² where targets are numbers, and which of the two."""
+    wanted, given = [], []
     for x, target in data:
-        total += len(target)
-        for index, run in enumerate(runs):
-            correct[index] += int((run(x).argmax(-1) == target).sum())
-    return [count / total for count in correct]
+        wanted.append(target)
+        given.append([run(x) for run in runs])
+    target, outputs = torch.cat(wanted), [torch.cat(of) for of in zip(*given, strict=True)]
+    if target.is_floating_point():
+        target, mean = target.double(), target.double().mean()  # centred: sums of squares are exact
+        values = [output.squeeze(-1).double() - mean for output in outputs]
+        return "R²", [float(r2_score(value, target - mean)) for value in values]
+    return "accuracy", [float((out.argmax(-1) == target).double().mean()) for out in outputs]
 
 
 @torch.no_grad()

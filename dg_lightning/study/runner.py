@@ -230,7 +230,7 @@ def progress_line(
     if done and left:
         seconds = sum(row["train_seconds"] for row in done) / len(done) * left / workers
         line += f"; about {_format_duration(seconds)} of training left"
-    if done:
+    if done and all("accuracy" in row for row in done):
         best = max(summarised(done), key=lambda summary: summary["accuracy_mean"])
         line += f"; best so far {best['variant']}, {best['accuracy_mean']:.2%}"
     return line
@@ -240,7 +240,8 @@ def _format_result(row: dict[str, Any]) -> str:
     if row["status"] != "complete":
         return f"failed, {row['reason']}"
     share = f" at {row['macs'] / row['macs_dense']:.1%} of the MACs" if row["macs_dense"] else ""
-    return f"{row['accuracy']:.2%}{share}, {row['train_seconds']:.0f} s"
+    score = f"{row['accuracy']:.2%}" if "accuracy" in row else f"R² {row['r2']:.4f}"
+    return f"{score}{share}, {row['train_seconds']:.0f} s"
 
 
 def _format_duration(seconds: float) -> str:

@@ -108,7 +108,7 @@ def paired_difference(
     >>> round(mean, 6), round(error, 6), seeds
     (0.02, 0.0, 2)
     """
-    done = [row for row in rows if row["status"] == "complete"]
+    done = [row for row in rows if row["status"] == "complete" and key in row]
     references = {row["seed"]: row[key] for row in done if row["variant"] == reference}
     values = {row["seed"]: row[key] for row in done if row["variant"] == variant}
     differences = [values[s] - references[s] for s in values.keys() & references.keys()]
@@ -219,9 +219,9 @@ def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
     return [
         f"`{summary['variant']}`",
         str(summary["runs"]) + (f" ({summary['failed']} failed)" if summary["failed"] else ""),
-        _percent(summary, "accuracy"),
+        _percent(summary, "accuracy") or (f"R² {r2}" if (r2 := _plain(summary, "r2")) else ""),
         "" if lead is None else _format_points(lead[0], lead[1]),
-        _loss(summary),
+        _plain(summary, "loss"),
         _format_percent(paper.get("accuracy")),
         _percent(summary, "macro_f1"),
         _percent(summary, "micro_f1"),
@@ -283,8 +283,8 @@ def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 
-def _loss(summary: Row) -> str:
-    mean, spread = summary.get("loss_mean"), summary.get("loss_std")
+def _plain(summary: Row, key: str) -> str:
+    mean, spread = summary.get(f"{key}_mean"), summary.get(f"{key}_std")
     if mean is None:
         return ""
     return f"{mean:.4f}" + ("" if spread is None else f" ± {spread:.4f}")

@@ -146,18 +146,19 @@ def train_and_test(
 def _row(
     rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], timer: Stopwatch
 ) -> dict[str, Any]:
-    if "test/accuracy" not in logged:
+    score = next((name for name in ("accuracy", "r2") if f"test/{name}" in logged), None)
+    if score is None:
         raise ValueError(
-            f"The model of {trial.name} does not log `test/accuracy`, which a study compares; "
-            f"it logs {', '.join(logged)}."
+            f"The model of {trial.name} does not log `test/accuracy` (or `test/r2`), which a study "
+            f"compares; it logs {', '.join(logged)}."
         )
     row = {
         "variant": trial.variant,
         "seed": trial.seed,
-        "accuracy": logged["test/accuracy"],
+        score: logged[f"test/{score}"],
         "loss": logged.get("test/loss"),
         "macro_f1": logged.get("test/macro_f1"),
-        "micro_f1": logged["test/accuracy"],  # equal for single-label classification
+        "micro_f1": logged.get("test/accuracy"),  # equal for single-label classification
         "val_accuracy": timer.accuracies[-1] if timer.accuracies else None,
         "best_val_accuracy": max(timer.accuracies, default=None),
         "landing_loss": timer.landing_loss,

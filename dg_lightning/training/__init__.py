@@ -1,4 +1,4 @@
-"""Training: GatedClassifier, GatedLM, classes as plain values, checkpoints, averages, logging."""
+"""Training: our LightningModules, classes as plain values, checkpoints, averages, logging."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
 from .captured import CapturedSteps, is_replayed
@@ -7,6 +7,7 @@ from .classifier import GatedClassifier
 from .device_numbers import DeviceNumbers
 from .language_model import GatedLM
 from .module import GatedModule
+from .regressor import GatedRegressor
 from .spec import trust
 from .step_logging import is_due, is_logged_step, log_step, logged_step
 
@@ -16,6 +17,7 @@ __all__ = [
     "GatedClassifier",
     "GatedLM",
     "GatedModule",
+    "GatedRegressor",
     "copy_gates_to_averages",
     "is_due",
     "is_logged_step",

@@ -11,6 +11,7 @@ from dg_lightning.training.optimizers import unscales_itself
 __all__ = [
     "balanced_weights",
     "check_class_weights",
+    "check_is_spec",
     "check_settings",
     "check_sizes",
     "known_num_classes",
@@ -18,20 +19,28 @@ __all__ = [
 ]
 
 
-def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
-    """Return the number of classes that is given, or that the net is built with."""
+def check_is_spec(net: Any) -> None:
+    """Refuse a net that is already built."""
     if isinstance(net, nn.Module):
         raise TypeError(
             f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
             "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
             "checkpoint can build it again."
         )
+
+
+def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
+    """Return the number of classes that is given, or that the net is built with."""
+    check_is_spec(net)
     if num_classes is None:
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
         raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
     if num_classes < 2:
-        raise ValueError(f"There must be at least 2 classes to tell apart, got {num_classes}.")
+        raise ValueError(
+            f"There must be at least 2 classes to tell apart, got {num_classes}; GatedRegressor "
+            "learns numbers."
+        )
     return num_classes
 
 

@@ -183,7 +183,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
         metrics.update(*self.judged(logits, target))
         for name, metric in metrics.items(keep_base=False, copy_state=False):
-            self.log(name, metric, batch_size=samples, prog_bar=name == "val/accuracy")
+            is_shown = name in ("val/accuracy", "val/r2")
+            self.log(name, metric, batch_size=samples, prog_bar=is_shown)
         ledger.update(self.net, samples)
         return {"logits": logits}  # for callbacks
 

@@ -258,7 +258,7 @@ def test_a_fit_resumes_with_the_same_genes_only(tmp_path: Path) -> None:
     same = PBMC3kDataModule.from_anndata(cells(), **OPTIONS)
     trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=same, ckpt_path=path)
     other = PBMC3kDataModule.from_anndata(cells(), **OPTIONS, split_seed=5)
-    with pytest.raises(ValueError, match="other cells, genes, scaling or classes than"):
+    with pytest.raises(ValueError, match="other cells, inputs, scaling or classes than"):
         trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
 
 
@@ -270,7 +270,7 @@ def test_a_fit_with_another_split_of_the_same_genes_is_no_resume(tmp_path: Path)
     first.fit(model_of(data), datamodule=data)
     path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     other = PBMC3kDataModule.from_anndata(cells(), **options, split_seed=5)
-    with pytest.raises(ValueError, match="other cells, genes"):
+    with pytest.raises(ValueError, match="other cells, inputs"):
         trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
     data.use_preparation({**data.preparation(), "seen": {}})  # after the fit it may be changed
     data.setup("test")

@@ -22,6 +22,7 @@ FOLDERS = {
     "CIFAR10DataModule": "cifar-10-batches-py",
     "FashionMNISTDataModule": "FashionMNIST",
     "MNISTDataModule": "MNIST",
+    "ImageFolderDataModule": "images",
     "PBMC3kDataModule": "pbmc3k",
     "SpeechCommandsDataModule": "SpeechCommands",
     "TinyImageNetDataModule": "tiny-imagenet-200",

@@ -59,9 +59,12 @@ def _final_metrics(run: RunRecord) -> str:
     names = {
         "test/accuracy": ("test accuracy", ".2%"),
         "test/macro_f1": ("test macro-F1", ".2%"),
+        "test/r2": ("test R²", ".4f"),
+        "test/rmse": ("test error (root mean square)", ".4g"),
         "tasks/average_accuracy": ("mean of the tasks' accuracies", ".2%"),
         "tasks/forgetting": ("forgetting", ".2%"),
         "val/accuracy": ("validation accuracy", ".2%"),
+        "val/r2": ("validation R²", ".4f"),
         "compute/macs": ("executed MACs a sample", ",.0f"),
         "compute/macs_share": ("of the dense net's", ".2%"),
         "compute/gate_macs": ("of which gate decisions", ",.0f"),
@@ -72,7 +75,11 @@ def _final_metrics(run: RunRecord) -> str:
 
 
 def _curves(run: RunRecord) -> str:
-    accuracy = {"validation accuracy": run.curve("val/accuracy")}
+    accuracy = {
+        name: found
+        for name, key in {"validation accuracy": "val/accuracy", "validation R²": "val/r2"}.items()
+        if (found := run.curve(key))
+    }
     share = {"executed MACs relative to dense": run.curve("compute/macs_share")}
     charts = [
         line_chart("Accuracy and compute", accuracy | share, "step", "share", percent=True),

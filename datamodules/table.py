@@ -1,0 +1,205 @@
+"""Tables: rows and columns of a CSV or Parquet file, or of a data frame."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from ._fitted import FittedDataModule, find_parts
+from ._part import Part
+from ._table_decoding import TableDecoder
+from ._table_preparation import TablePreparation, read_table
+from ._tables import Save, Tables
+from .base import check_choice
+
+__all__ = ["TabularDataModule"]
+
+_BUNDLED = ("breast_cancer", "diabetes", "iris", "wine")
+
+
+class TabularDataModule(FittedDataModule):
+    """Rows of a table: a class or a number from columns of numbers and categories.
+
+    Numbers are standardised, with the training rows' mean and standard deviation; categories (texts
+    and truth values) become one input a level; a missing number is the mean, with an input that
+    says so. The split is random, stratified by class, unless `split_by` or `time_column` is given.
+    Rows without a label take no part in training and tests; `predict` covers all rows.
+
+    Columns, scaling and classes are part of the checkpoint. With a checkpoint, another file is
+    aligned to it by column name, and `test` uses the labelled rows that the model has not seen.
+
+    Without `path`, one of scikit-learn's tables is used. Reference of `breast_cancer`: W. Wolberg,
+    O. Mangasarian, N. Street, W. Street, "Breast Cancer Wisconsin (Diagnostic)", UCI Machine
+    Learning Repository, 1995. Licence: CC BY 4.0.
+
+    Args:
+        batch_size: Training batch size.
+        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        path: A .csv, .tsv (also compressed) or .parquet file; also searched for under the root.
+        bundled: The table without `path`: `breast_cancer`, `iris`, `wine` or, with `task:
+            regression`, `diabetes`.
+        label: The column to predict; `target` for a bundled table.
+        task: Whether labels are classes (`classification`) or numbers (`regression`).
+        categories: Columns of numbers that are categories, such as postal codes.
+        ignore: Columns that are not inputs.
+        separator: What separates columns in the file; by its name if None.
+        split_by: Column of groups, such as patients, that must not be split; or a column that
+            names `train`, `val` (held out of `train` if absent) and `test`. It is not an input.
+        time_column: Column of dates or numbers: the last rows are the test rows, those before them
+            the validation rows. It is not an input.
+        val_share: Share of the rows for validation.
+        test_share: Share of the rows for the test.
+        **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
+
+    >>> data = TabularDataModule(batch_size=32)
+    >>> data.setup("fit")
+    >>> data.input_shape, data.class_names, data.feature_names[:2]
+    ((30,), ('benign', 'malignant'), ('mean radius', 'mean texture'))
+    """
+
+    sample = "row"
+    preparation_type = TablePreparation
+    needs = dict.fromkeys(("pandas",), "pandas pyarrow")
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        eval_batch_size: int | None = None,
+        path: str | None = None,
+        bundled: Literal["breast_cancer", "diabetes", "iris", "wine"] = "breast_cancer",
+        label: str | None = None,
+        task: Literal["classification", "regression"] = "classification",
+        categories: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        separator: str | None = None,
+        split_by: str | None = None,
+        time_column: str | None = None,
+        val_share: float = 0.1,
+        test_share: float = 0.2,
+        **options: Any,
+    ) -> None:
+        super().__init__(batch_size, eval_batch_size, **options)
+        self.path = None if path is None else Path(path)
+        if self.path is not None and not self.path.exists() and (self.root / self.path).exists():
+            self.path = self.root / self.path
+        self.bundled = check_choice("bundled", bundled, *_BUNDLED)
+        self.label = "target" if path is None and label is None else label
+        self.task = check_choice("task", task, "classification", "regression")
+        self.categories, self.ignore = list(categories), list(ignore)
+        self.separator = separator
+        self.split_by, self.time_column = split_by, time_column
+        self.val_share, self.test_share = val_share, test_share
+        if split_by is not None and time_column is not None:
+            raise ValueError("A table is split by groups or by time: give one of the two.")
+        if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
+            raise ValueError(
+                "`val_share` and `test_share` must be above 0 and below 1 together, got "
+                f"{val_share} and {test_share}."
+            )
+        self._frame: Any = None
+
+    @classmethod
+    def from_frame(cls, frame: Any, **settings: Any) -> "TabularDataModule":
+        """Return a DataModule for a pandas or polars frame; nothing is written to disk."""
+        data = cls(**settings)
+        data.label = settings.get("label")
+        data._frame = frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+        if not hasattr(data._frame, "iloc"):
+            raise TypeError(f"Expected a pandas or polars frame, got {type(frame).__name__}.")
+        return data
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the inputs, in order: a column, or a column and its level."""
+        return tuple(name for _, name in self._of_facts().inputs())
+
+    @property
+    @override
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(self._of_facts().class_names)
+
+    @property
+    @override
+    def input_shape(self) -> tuple[int, ...]:
+        return (len(self._of_facts().inputs()),)
+
+    @property
+    def target_scale(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of a label that is a number, in the training rows."""
+        target = self._of_facts().target
+        return None if target is None else (target[0], target[1])
+
+    def _of_facts(self) -> TablePreparation:
+        return TablePreparation.from_plain(self.facts["preparation"])
+
+    @override
+    def fitted_preparation(self) -> TablePreparation:
+        return self._of_facts()
+
+    @override
+    def sources(self) -> Sequence[Path]:
+        return () if self._frame is not None or self.path is None else [self.path]
+
+    @override
+    def settings(self) -> Mapping[str, Any]:
+        names = (
+            *("label", "task", "categories", "ignore", "separator", "split_by", "time_column"),
+            *("val_share", "test_share", "split_seed"),
+        )
+        return {name: getattr(self, name) for name in names} | self.preparation_settings()
+
+    @override
+    def decode(self, save: Save) -> None:
+        TableDecoder(self, self.read(), self._preparation).decode(save)
+
+    def read(self) -> Any:
+        """Return the table as it is, a pandas frame."""
+        if self._frame is not None:
+            return self._frame
+        if self.path is not None:
+            return read_table(self.path, self.separator)
+        from sklearn import datasets
+
+        loaded = getattr(datasets, f"load_{self.bundled}")(as_frame=True)
+        table = loaded.frame
+        if (names := getattr(loaded, "target_names", None)) is not None:
+            table["target"] = np.array(names)[table["target"]]
+        return table
+
+    @override
+    def split(self, tables: Tables) -> dict[str, Part]:
+        labels = torch.from_numpy(tables["labels"].array.copy())
+        return self.make_parts(tables, tables["inputs"], labels, None)
+
+    @override
+    def check_parts(self, parts: Mapping[str, Part]) -> None:
+        fits = self._preparation is None
+        if fits and not self.class_names:
+            for name, part in parts.items():
+                if len(part) < 2:
+                    raise ValueError(f"The {name} part has {len(part)} rows: give more rows.")
+            return
+        # In groups or in time, only the training split must contain every class.
+        is_free = self.split_by is None and self.time_column is None
+        super().check_parts(parts if is_free or not fits else {"train": parts["train"]})
+
+    @override
+    def describe_parts(self) -> str:
+        if self._preparation is not None or self.class_names:
+            return super().describe_parts()
+        sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
+        mean, std = self.target_scale or (0.0, 1.0)
+        return f"{sizes} rows; {self.label} is {mean:.4g} ± {std:.4g} in the training rows"
+
+    @override
+    def describe_samples(self) -> dict[str, Sequence[Any]]:
+        labels, names = self._everything.labels.tolist(), self.class_names
+        if names:
+            known = [names[label] if label >= 0 else "" for label in labels]
+        else:
+            known = ["" if label != label else f"{label:.6g}" for label in labels]
+        parts = find_parts(self._tables()["fingerprints"].array, self.current_preparation().seen)
+        return {"row": range(len(labels)), "true_label": known, "part": parts.tolist()}

@@ -1,0 +1,140 @@
+"""The command `features`: the columns of a table that a net keeps, and what each is worth."""
+
+import csv
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from dg_lightning import GatedMLP
+from dg_lightning.cli.errors import OneLineErrorParser, refusal
+from dg_lightning.cli.runs import add_config_option, checkpoint_of
+from dg_lightning.cli.trained import batches, load_data, load_net
+from dg_lightning.files import replacing
+from dg_lightning.runtime.choice import scores
+from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+
+__all__ = ["run_features"]
+
+_SHOWN = 20  # columns in the terminal and in the picture
+_SHUFFLES = 10
+
+
+def run_features(args: list[str]) -> None:
+    """Run the command with the arguments after its name."""
+    parser = OneLineErrorParser(
+        prog="dg-lightning features",
+        description="Write the columns of a table that a net has kept, and what each is worth: by "
+        "how much accuracy (R² for numbers) on the test rows falls if its values are shuffled.",
+    )
+    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
+    add_config_option(parser)
+    parser.add_argument("--output", type=str, help="The file; features.csv in the run if None.")
+    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    given = parser.parse_args(args)
+    path = checkpoint_of(given.run, given.config)
+    preparation = preparation_in(read_checkpoint(path))
+    if preparation is None or preparation.get("kind") != "table":
+        raise refusal(f"{path} was not trained on a table: give a run of TabularDataModule.")
+    net = load_net(str(path))
+    data: Any = load_data(str(path), given.data_root, needed_by="features")
+    x, target = (torch.cat(of) for of in zip(*batches(data, "test"), strict=True))
+    columns = _places(data)
+    kept = kept_inputs(net, x)
+    measure, worth = shuffled_loss(net, x, target, list(columns.values()))
+    rows = [
+        (name, len(places), int(kept[places].sum()), value)
+        for (name, places), value in zip(columns.items(), worth, strict=True)
+    ]
+    rows.sort(key=lambda row: (row[2] == 0, -row[3]))
+    output = Path(given.output) if given.output else path.parents[1] / "features.csv"
+    with (
+        replacing(output) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
+        head = ("column", "inputs", "kept", f"loss_of_{'r2' if measure == 'R²' else measure}")
+        csv.writer(file).writerows([head, *((*row[:3], f"{row[3]:.6g}") for row in rows)])
+    rich.print(_table(rows, measure))
+    used = sum(row[2] > 0 for row in rows)
+    picture = _draw(rows, measure, output.with_suffix(".png"))
+    print(f"{used} of {len(rows)} columns are kept; they are in {output}{picture}.")
+
+
+def _places(data: Any) -> dict[str, list[int]]:
+    """Return the inputs of each column."""
+    named = enumerate(column for column, _ in data.current_preparation().inputs())
+    return {
+        column: [index for index, _ in inputs]
+        for column, inputs in groupby(named, key=lambda pair: pair[1])
+    }
+
+
+def kept_inputs(net: GatedMLP, x: Tensor) -> Tensor:
+    """Return which inputs have an effect on the output for any of the samples."""
+    x = x.clone().requires_grad_()
+    outputs = net(x)
+    weights = torch.linspace(1, 2, outputs.shape[-1])  # so that effects do not cancel out
+    (gradient,) = torch.autograd.grad((outputs * weights).sum(), x)
+    return (gradient != 0).any(0)
+
+
+def shuffled_loss(
+    net: GatedMLP, x: Tensor, target: Tensor, columns: Sequence[list[int]]
+) -> tuple[str, list[float]]:
+    """Return what is lost of accuracy or R² if the inputs of a column are shuffled, for each."""
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(len(x), generator=generator) for _ in range(_SHUFFLES)]
+    measure, (whole,) = scores([net], [(x, target)])
+    lost = []
+    for places in columns:
+        runs = [partial(_shuffled, net, places, order) for order in orders]
+        _, left = scores(runs, [(x, target)])
+        lost.append(whole - sum(left) / len(left))
+    return measure, lost
+
+
+def _shuffled(net: GatedMLP, places: list[int], order: Tensor, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, places] = x[order][:, places]
+    outputs: Tensor = net(x)
+    return outputs
+
+
+def _table(rows: Sequence[tuple[Any, ...]], measure: str) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("column", no_wrap=True)
+    for name in ("inputs kept", f"{measure} lost if shuffled"):
+        table.add_column(name, justify="right")
+    for name, inputs, kept, value in rows[:_SHOWN]:
+        table.add_row(escape(name), f"{kept} of {inputs}", f"{value:+.2%}")
+    if len(rows) > _SHOWN:
+        table.add_row(f"and {len(rows) - _SHOWN} more", "", "")
+    return table
+
+
+def _draw(rows: Sequence[tuple[Any, ...]], measure: str, path: Path) -> str:
+    """Draw the worth of columns where matplotlib is installed; return what to say of it."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return " (a picture needs matplotlib)"
+    shown = rows[:_SHOWN][::-1]
+    figure = Figure(figsize=(7, 0.28 * len(shown) + 0.9), layout="constrained")
+    axes = figure.add_subplot()
+    colors = ["C0" if row[2] else "0.8" for row in shown]
+    labels = [row[0] if row[2] else f"{row[0]} (closed)" for row in shown]
+    axes.barh(range(len(shown)), [100 * row[3] for row in shown], color=colors)
+    axes.set_yticks(range(len(shown)), labels)
+    axes.set_xlabel(f"points of {measure} lost if the column is shuffled")
+    axes.spines[["top", "right"]].set_visible(False)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=150)
+    return f" and {path.name}"

@@ -1,0 +1,133 @@
+"""GatedRegressor: a LightningModule that trains any net, gated or not, to predict a number."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
+from typing_extensions import override
+
+from dg_lightning.training.checks import check_is_spec
+from dg_lightning.training.module import GatedModule
+from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
+
+__all__ = ["GatedRegressor"]
+
+
+class GatedRegressor(GatedModule):
+    """Least-squares training of a net with one output, with its R² and its executed MACs.
+
+    The net learns the standardised target: less its mean, divided by its standard deviation, as a
+    DataModule with `target_scale` has them. Metrics and predictions are in units of the target.
+
+    Args:
+        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
+            (1 here) it is given those that it has a parameter for and that are not set.
+        input_shape: Shape of one sample; the command line takes it from the data.
+        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
+        lr_scheduler: Class path and arguments.
+        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
+        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
+        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
+            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
+        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
+        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
+            is then `fused` if it can be.
+
+    | logged key | meaning |
+    |---|---|
+    | `train/loss` | what is differentiated: mean square error of the standardised target |
+    | `val/loss`, `test/loss` | the same, with hard gates |
+    | `val/r2`, `val/rmse`, `val/mae`, `test/...` | R² and errors, in units of the target |
+    | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
+
+    >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
+    >>> GatedRegressor(net, input_shape=[8])(torch.randn(2, 8)).shape
+    torch.Size([2, 1])
+    """
+
+    def __init__(
+        self,
+        net: NetSpec,
+        input_shape: Sequence[int] | None = None,
+        optimizer: OptimizerSpec | None = None,
+        lr_scheduler: SchedulerSpec | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        lr_scheduler_monitor: str = "val/loss",
+        gate_lr_factor: float = 1.0,
+        gate_clip_norm: float | None = None,
+        capture: bool = False,
+    ) -> None:
+        check_is_spec(net)
+        errors = {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
+        super().__init__(
+            net,
+            input_shape,
+            1,
+            MetricCollection({"r2": R2Score(), **errors}),
+            optimizer,
+            lr_scheduler,
+            lr_scheduler_interval,
+            lr_scheduler_monitor,
+            gate_lr_factor,
+            gate_clip_norm,
+            capture,
+        )
+        self.save_hyperparameters()
+        self.num_classes = 0  # none, for callbacks that look at classes
+        # Buffers, so that a checkpoint predicts in the units that it was trained with.
+        self.target_mean: Tensor
+        self.target_std: Tensor
+        self.register_buffer("target_mean", torch.tensor(0.0))
+        self.register_buffer("target_std", torch.tensor(1.0))
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "class_names", None):
+            raise ValueError(
+                f"GatedRegressor predicts a number, and the labels of {type(data).__name__} are "
+                "classes: use GatedClassifier, or data.task=regression for a table."
+            )
+        if stage != "fit":
+            return
+        if (scale := getattr(data, "target_scale", None)) is None:
+            rank_zero_warn(
+                "GatedRegressor takes the target as it is, for the data has no `target_scale` (its "
+                "mean and standard deviation): it should be near 0 and of size 1."
+            )
+        else:
+            self.target_mean.fill_(scale[0])
+            self.target_std.fill_(scale[1])
+
+    def _in_units(self, output: Tensor) -> Tensor:
+        return output.squeeze(-1).float() * self.target_std + self.target_mean
+
+    @override
+    def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the mean square error of the standardised target."""
+        wanted = self._centred(target) / self.target_std
+        return F.mse_loss(logits.squeeze(-1).float(), wanted)
+
+    def _centred(self, target: Tensor) -> Tensor:
+        if target.ndim == 2 and target.shape[1] == 1:
+            target = target.squeeze(1)
+        if target.ndim != 1:
+            raise ValueError(
+                f"GatedRegressor needs one number a sample as target, got {list(target.shape)}."
+            )
+        return target.float() - self.target_mean
+
+    @override
+    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        # Less the mean, which leaves errors and R² alone, and keeps sums of squares exact.
+        return logits.squeeze(-1).float() * self.target_std, self._centred(target)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return {"prediction": self._in_units(self(x))}

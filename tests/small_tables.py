@@ -1,0 +1,30 @@
+"""A small table in which one number and one category decide, with missing values."""
+
+import numpy as np
+import pandas as pd
+
+ROWS = 240
+
+
+def people(rows: int = ROWS, seed: int = 0) -> pd.DataFrame:
+    """Return a table: `rent` follows from `age` and `city`, `home` from `rent`."""
+    draw = np.random.default_rng(seed)
+    age = draw.normal(40, 10, rows)
+    city = draw.choice(["Aachen", "Bonn", "Emden"], rows)
+    worth = {"Aachen": 0.0, "Bonn": 300.0, "Emden": -200.0}
+    rent = 500 + 20 * (age - 40) + np.array([worth[name] for name in city])
+    table = pd.DataFrame(
+        {
+            "person": np.arange(rows) // 4,
+            "day": pd.date_range("2024-01-01", periods=rows).astype(str),
+            "age": age,
+            "height": draw.normal(170, 8, rows),
+            "city": city,
+            "smokes": draw.random(rows) < 0.3,
+            "rent": rent + draw.normal(0, 20, rows),
+            "home": np.where(rent > 500, "large", "small"),
+        }
+    )
+    table.loc[::7, "height"] = np.nan
+    table.loc[::11, "city"] = None
+    return table
