@@ -120,6 +120,12 @@ class AddGates(pl.Callback):
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
             example = first_inputs(trainer, pl_module, stage)
+        if type(part).forward is pl.LightningModule.forward:  # not defined
+            names = ", ".join(name for name, _ in part.named_children())
+            raise ValueError(
+                f"AddGates runs the model on an example, and {type(part).__name__} has no "
+                f"`forward`: name the part that has one with `module` ({names})."
+            )
         self._found = add_gates(
             part, **self.settings, pairs=self.pairs, only=self.only, example=example
         )

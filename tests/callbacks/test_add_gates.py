@@ -199,6 +199,17 @@ def test_a_module_that_cannot_be_gated_is_left_as_it_was(tmp_path: Path) -> None
     trainer_for([], tmp_path, max_steps=2).fit(module, data())
 
 
+def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None:
+    class Bare(Somebody):
+        forward = pl.LightningModule.forward
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.body(batch[0]), batch[1])
+
+    with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `module` \(body\)"):
+        trainer_for([AddGates(STATIC)], tmp_path).fit(Bare(), data())
+
+
 def test_bad_settings_get_one_line() -> None:
     with pytest.raises(ValueError, match="Say what to gate"):
         AddGates()
