@@ -9,7 +9,7 @@ from typing import Any
 
 from dg_lightning.monitoring.report import page, run_page, write_page
 from dg_lightning.monitoring.report.charts import Bar, Point, bar_chart, line_chart, scatter_chart
-from dg_lightning.monitoring.report.html import blocks, details, section, text
+from dg_lightning.monitoring.report.html import blocks, details, prose, section
 from dg_lightning.monitoring.report.run import is_run, read_run
 from dg_lightning.monitoring.report.run_part import run_part
 from dg_lightning.monitoring.tables import read_rows
@@ -88,7 +88,6 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
     ]
     return "\n".join(
         [
-            section("Summary", _notes(notes), blocks(summary_markdown(name, rows))),
             section(
                 "Accuracy against compute",
                 scatter_chart(
@@ -99,6 +98,7 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
                 ),
                 _SHAPES if any(point.shape != "circle" for point in points) else "",
             ),
+            section("Summary", _notes(notes), blocks(summary_markdown(name, rows))),
             section("Variants side by side", f'<div class="tiles">{"".join(charts)}</div>'),
             section("Training curves", _validation_curves(folder)),
             section("Runs", *_runs(folder, rows)),
@@ -107,7 +107,7 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
 
 
 def _notes(notes: str | None) -> str:
-    return f"<p>{text(notes)}</p>" if notes else ""
+    return prose(notes) if notes else ""
 
 
 def _bars(summaries: Sequence[Row], key: str, form: str) -> list[Bar]:

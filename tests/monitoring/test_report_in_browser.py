@@ -101,7 +101,7 @@ def test_no_console_error_no_request_and_everything_drawn(opened: Opened, study:
     assert all(painted == cells for painted, cells in maps)
     headings = page.locator("h2").all_inner_texts()
     assert headings == [
-        "Summary", "Accuracy against compute", "Variants side by side", "Training curves",
+        "Accuracy against compute", "Summary", "Variants side by side", "Training curves",
         "Runs",
     ]  # fmt: skip
     parts = set(page.locator("h3").all_inner_texts())
@@ -176,6 +176,18 @@ def test_a_finger_that_taps_sees_values(browser: Any, study: Path) -> None:
         target.tap(force=True)
         assert page.locator("#tip").is_visible(), what
     page.close()
+
+
+def test_a_click_on_a_head_sorts_the_rows_by_their_figures(opened: Opened) -> None:
+    table = opened.page.locator("table").first
+    head = table.locator("thead th", has_text="test accuracy")
+    column = 1 + head.evaluate("cell => cell.cellIndex")
+    for order, falls in (("descending", True), ("ascending", False)):
+        head.locator("button").click()
+        cells = table.locator(f"tbody tr > :nth-child({column})").all_inner_texts()
+        figures = [float(cell.split("%")[0]) for cell in cells]
+        assert figures == sorted(figures, reverse=falls)
+        assert head.get_attribute("aria-sort") == order
 
 
 def test_a_legend_switches_a_line_off_and_on(opened: Opened) -> None:

@@ -1,11 +1,12 @@
 """HTML fragments. Everything from data or config must be escaped with `text`."""
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["attribute", "blocks", "details", "json_attribute", "section", "table", "text"]
+__all__ = ["attribute", "blocks", "details", "json_attribute", "prose", "section", "table", "text"]
 
 
 def text(value: Any) -> str:
@@ -15,6 +16,16 @@ def text(value: Any) -> str:
     '&lt;script&gt;'
     """
     return escape("" if value is None else str(value))
+
+
+def prose(value: str) -> str:
+    """Return a paragraph, in which words between backticks are code.
+
+    >>> prose("`a` < b")
+    '<p><code>a</code> &lt; b</p>'
+    """
+    marked = re.sub("`([^`]+)`", r"<code>\1</code>", text(value))
+    return f"<p>{marked}</p>"
 
 
 def attribute(name: str, value: Any) -> str:
@@ -75,4 +86,4 @@ def _block(block: str) -> str:
         return table([head[i] for i in kept], [[line[i] for i in kept] for line in body])
     if block.startswith("- "):
         return "<ul>" + "".join(f"<li>{text(line[2:])}</li>" for line in lines) + "</ul>"
-    return f"<p>{text(block)}</p>"
+    return prose(block)

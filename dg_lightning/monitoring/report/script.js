@@ -121,3 +121,27 @@ for (const canvas of document.querySelectorAll(".map canvas")) {
     say(row, column);
   });
 }
+
+// A click on the head of a column sorts the rows by it: numbers by their first figure, then texts.
+for (const table of document.querySelectorAll(".wide table")) {
+  const body = table.tBodies[0];
+  const figure = (row, column) => {
+    const found = row.cells[column].textContent.replaceAll(",", "").match(/[-+]?\d+(\.\d+)?(e[-+]?\d+)?/i);
+    return found ? Number(found[0]) : -Infinity;
+  };
+  [...table.tHead.rows[0].cells].forEach((head, column) => {
+    const button = document.createElement("button");
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const falls = head.ariaSort !== "descending";
+      for (const other of table.tHead.rows[0].cells) other.ariaSort = null;
+      head.ariaSort = falls ? "descending" : "ascending";
+      const by = (a, b) => column
+        ? figure(b, column) - figure(a, column) || 0
+        : b.cells[0].textContent.localeCompare(a.cells[0].textContent);
+      const sorted = [...body.rows].sort((a, b) => falls ? by(a, b) : by(b, a));
+      body.append(...sorted);
+    });
+  });
+}
