@@ -229,6 +229,27 @@ def of_drift(study: Study) -> str:
     return markdown_table(columns, lines, words=2)
 
 
+def of_tables(study: Study) -> str:
+    """Return accuracy or R² of dense nets, gated nets and gradient boosting on each table."""
+    with (HERE / "boosting" / f"{study.name}.csv").open(encoding="utf-8") as file:
+        boosting = list(csv.DictReader(file))
+    lines = []
+    for name in dict.fromkeys(v.rsplit("_", 1)[0] for v in study.variants):
+        rows = [row for row in boosting if row["table"] == name]
+        dense, gates = f"{name}_dense", f"{name}_gates"
+        key = "r2" if math.isnan(study.values(dense, "accuracy")[0]) else "accuracy"
+        kept = statistics.fmean(float(row["columns_kept"]) for row in rows)
+        boosted = spread([100 * float(row["boosting"]) for row in rows])
+        used = f"{100 * statistics.fmean(study.used(gates)):.1f}"
+        scores = [study.percent(dense, key), study.percent(gates, key), boosted]
+        lines.append(
+            [name, measure, rows[0]["rows"], rows[0]["columns"], *scores, used, f"{kept:.1f}"]
+        )
+    columns = ["table", "measure, %", "rows", "columns", "dense MLP", "gated MLP"]
+    columns += ["gradient boosting", "MACs, %", "columns used"]
+    return markdown_table(columns, lines, words=2)
+
+
 def of_time_scales(*studies: Study) -> str:
     """Return accuracies by how fast gates and how often connections move."""
     lines = [[f"`{v}`", *(study.percent(v) for study in studies)] for v in studies[0].variants]
@@ -268,9 +289,8 @@ def page() -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    tables: dict[str, Any] = {"summary": summary, "budgets": budgets, "input_pays": input_pays}
-    tables |= {"worst_miss": worst_miss, "of_tasks": of_tasks, "of_drift": of_drift}
-    tables["of_time_scales"] = of_time_scales
+    named: Any = (summary, budgets, input_pays, worst_miss, of_tasks, of_drift, of_time_scales)
+    tables: dict[str, Any] = {function.__name__: function for function in (*named, of_tables)}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)
 

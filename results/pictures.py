@@ -1,0 +1,92 @@
+"""Draw the pictures of the documentation.
+
+python results/pictures.py                 # accuracy against MACs, from results/*.csv
+python results/pictures.py markers RUN     # marker genes, of a run of pbmc3k/dynamicgate
+"""
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from page import Study
+
+DOCS = Path(__file__).parents[1] / "docs"
+DATASETS = {
+    "MNIST": "mnist",
+    "Fashion-MNIST": "fashion_mnist",
+    "CIFAR-10": "cifar10",
+    "Tiny ImageNet": "tiny_imagenet",
+    "Speech Commands": "speech_commands",
+    "PBMC3k": "pbmc3k",
+}
+KINDS = {
+    "dense": ("baseline", "s", "0.3"),
+    "static gates": ("dynamicgate", "o", "C0"),
+    "gates by input": ("dynamicgate_input", "D", "C2"),
+    "gates and RigL": ("dynamicgate_rigl", "^", "C3"),
+    "RigL alone": ("rigl", "v", "C1"),
+}
+MARKERS = 3  # genes of a cell type
+
+
+def accuracy_against_macs() -> None:
+    """Draw one panel a dataset: test accuracy against executed MACs, ± standard deviation."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    for axes, (title, name) in zip(figure.subplots(2, 3).flat, DATASETS.items(), strict=True):
+        study = Study(name)
+        (dense,) = set(study.values("baseline", "macs_dense"))
+        for label, (variant, marker, color) in KINDS.items():
+            shares = [100 * macs / dense for macs in study.values(variant, "macs")]
+            accuracies = [100 * value for value in study.values(variant, "accuracy")]
+            x, y = statistics.fmean(shares), statistics.fmean(accuracies)
+            spread = statistics.stdev(accuracies)
+            axes.errorbar(x, y, spread, fmt=marker, color=color, label=label, capsize=2)
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log")
+        ticks = [2, 5, 10, 25, 50, 100]
+        axes.set_xticks(ticks, [f"{tick} %" for tick in ticks], fontsize=8)
+        axes.minorticks_off()
+        axes.set_xlim(1.5, 130)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.grid(alpha=0.3)
+    figure.supxlabel("executed MACs, of the dense net's", fontsize=9)
+    figure.supylabel("test accuracy, %, five seeds", fontsize=9)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(KINDS), fontsize=9)
+    figure.savefig(DOCS / "accuracy_macs.png", dpi=130)
+
+
+def marker_genes(run: Path) -> None:
+    """Draw the genes that speak most for a type, by weight and mean value in it, over all types."""
+    import anndata
+    import pandas as pd
+    import scanpy as sc
+
+    from dg_lightning.cli.trained import load_data
+
+    data: Any = load_data(str(next(run.rglob("last.ckpt"))), None, needed_by="markers")
+    part = data.part_to_predict()
+    inputs, labels = part.__getitems__(range(len(part)))
+    known = (labels >= 0).numpy()
+    cells = anndata.AnnData(inputs.numpy()[known], var=pd.DataFrame(index=data.feature_names))
+    names = [data.class_names[label] for label in labels[known].tolist()]
+    cells.obs["cell type"] = pd.Categorical(names, data.class_names)
+    means = cells.to_df().groupby(cells.obs["cell type"], observed=True).mean()
+    weights = pd.read_csv(run / "genes.csv").pivot(
+        index="cell_type", columns="gene", values="weight"
+    )
+    said = weights * means.loc[weights.index, weights.columns]
+    chosen = {name: list(said.loc[name].nlargest(MARKERS).index) for name in data.class_names}
+    plot = sc.pl.dotplot(
+        cells, chosen, "cell type", standard_scale="var", return_fig=True, show=False
+    )
+    plot.savefig(DOCS / "markers.png", dpi=110, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["markers"]:
+        marker_genes(Path(sys.argv[2]))
+    else:
+        accuracy_against_macs()
