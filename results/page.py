@@ -242,9 +242,8 @@ def of_tables(study: Study) -> str:
         boosted = spread([100 * float(row["boosting"]) for row in rows])
         used = f"{100 * statistics.fmean(study.used(gates)):.1f}"
         scores = [study.percent(dense, key), study.percent(gates, key), boosted]
-        lines.append(
-            [name, measure, rows[0]["rows"], rows[0]["columns"], *scores, used, f"{kept:.1f}"]
-        )
+        about = [name, key.replace("r2", "R²"), rows[0]["rows"], rows[0]["columns"]]
+        lines.append([*about, *scores, used, f"{kept:.1f}"])
     columns = ["table", "measure, %", "rows", "columns", "dense MLP", "gated MLP"]
     columns += ["gradient boosting", "MACs, %", "columns used"]
     return markdown_table(columns, lines, words=2)

@@ -134,13 +134,13 @@ def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 def scores(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[str, list[float]]:
-    """Return the accuracy of each net, or R² where targets are numbers, and which of the two."""
+    """Return the accuracy of each net, or R² where it has one output, and which of the two."""
     wanted, given = [], []
     for x, target in data:
         wanted.append(target)
         given.append([run(x) for run in runs])
     target, outputs = torch.cat(wanted), [torch.cat(of) for of in zip(*given, strict=True)]
-    if target.is_floating_point():
+    if outputs[0].shape[-1] == 1:
         target, mean = target.double(), target.double().mean()  # centred: sums of squares are exact
         values = [output.squeeze(-1).double() - mean for output in outputs]
         return "R²", [float(r2_score(value, target - mean)) for value in values]

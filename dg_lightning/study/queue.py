@@ -68,11 +68,12 @@ class TrialQueue(SharedStudy):
 
     def record_result(self, trial: optuna.Trial, row: dict[str, Any]) -> None:
         """Record the row of a finished trial."""
-        values = [row["accuracy"] if "accuracy" in row else row["r2"], row["macs"]]
+        score = "accuracy" if "accuracy" in row else "r2"
+        values = [row[score], row["macs"]]
         if all(map(math.isfinite, values)):
             self.finish(trial, values, row=row)
         else:  # Optuna would mark it as failed without a reason
-            self.fail(trial, f"Its score is {values[0]} at {values[1]} MACs.")
+            self.fail(trial, f"Its {score} is {values[0]} at {values[1]} MACs.")
 
     def requeue_lost(self) -> None:
         """Requeue trials whose workers died or were interrupted."""
