@@ -70,16 +70,18 @@ class TablePreparation:
                 scales[name] = [*scale_of(there), len(there) < len(values)]
             else:
                 levels[name] = sorted(set(level_names(column)))
-                if len(levels[name]) > _MAX_LEVELS:
+                count = len(levels[name])
+                if count > _MAX_LEVELS or (count >= _MANY and 2 * count > len(column)):
                     raise ValueError(
-                        f"Column {name!r} has {len(levels[name]):,} different texts, more than the "
-                        f"{_MAX_LEVELS} that become inputs: add it to `ignore`, or merge levels."
+                        f"Column {name!r} has {count:,} different texts in {len(column):,} rows, "
+                        "too many to become inputs: add it to `ignore`, or merge levels."
                     )
         return cls(scales, levels, label)
 
     def plain(self) -> dict[str, Any]:
         """Return the preparation as plain values."""
-        return {"kind": "table", **asdict(self)}
+        inputs = [name for _, name in self.inputs()]  # in order, for those who prepare them by hand
+        return {"kind": "table", "inputs": inputs, **asdict(self)}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "TablePreparation":
@@ -89,7 +91,7 @@ class TablePreparation:
             ValueError: If the values do not describe a table.
         """
         names = {entry.name for entry in fields(cls)}
-        if values.get("kind") != "table" or values.keys() - {"kind"} != names:
+        if values.get("kind") != "table" or values.keys() - {"kind", "inputs"} != names:
             raise ValueError("The checkpoint was not trained on a table: give one that was.")
         return cls(**{name: values[name] for name in names})
 
@@ -170,10 +172,10 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
             continue
         if pd.api.types.is_numeric_dtype(kind):
             found.append(name)
-            if len(column) > 2 and (column.diff()[1:] == 1).all():
+            if pd.api.types.is_integer_dtype(kind) and column.is_unique and len(column) >= _MANY:
                 rank_zero_warn(
-                    f"Column {name!r} counts the rows: add it to `ignore` if it is a number of "
-                    "the row only."
+                    f"Column {name!r} has another whole number in every row: add it to `ignore` if "
+                    "it only identifies the row."
                 )
         elif not isinstance(kind, pd.CategoricalDtype):
             levels = column.dropna().astype(str).drop_duplicates()

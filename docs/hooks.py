@@ -7,14 +7,19 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"RESULTS.md": "results.md", "CHANGELOG.md": "changelog.md"}
-LINKS = {"](docs/": "]("}
+LINKS = {"](docs/": "](", "](../RESULTS.md": "](results.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages, with links as they are within the site."""
+    """Add the pages."""
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        for old, new in LINKS.items():
-            text = text.replace(old, new)
         files.append(File.generated(config, target, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page with links as they are within the site, not in the repository."""
+    for old, new in LINKS.items():
+        markdown = markdown.replace(old, new)
+    return markdown

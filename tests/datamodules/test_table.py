@@ -181,7 +181,7 @@ def test_what_may_leak_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="without a name are left out"):
         data.setup("fit")
     assert not any("Unnamed" in name for name in data.feature_names)
-    with pytest.warns(UserWarning, match="'number' counts the rows"):
+    with pytest.warns(UserWarning, match="'number' has another whole number in every row"):
         ready(people().assign(number=np.arange(ROWS) + 1))
     with pytest.warns(UserWarning, match="test rows equal a training row"):
         ready(pd.concat([people()] * 2, ignore_index=True))
@@ -258,6 +258,7 @@ def test_a_table_without_labels_is_predicted_but_not_tested() -> None:
 NONE = people().assign(empty=np.nan)
 DATES = people().assign(day=pd.to_datetime(people()["day"]))
 INFINITE = people().assign(age=np.inf)
+FEW = people(40).assign(note=[f"note {row}" for row in range(40)])
 PARTS = people().assign(part=["train", "val", "test", "else"] * (ROWS // 4))
 PRICES = people().assign(price=[f"1,{row:03}" for row in range(50)] * 4 + ["1,000"] * (ROWS - 200))
 ENDLESS = people().assign(rent=np.inf)
@@ -287,6 +288,7 @@ TEXTS = people().assign(note=[f"note {row}" for row in range(ROWS)])
         (PRICES, {}, "'price' holds numbers or dates as text, such as '1,000'"),
         (ENDLESS, {"label": "rent", "task": "regression"}, "'rent' holds infinite values"),
         (people().assign(day=0), {"time_column": "day"}, "too few different times"),
+        (FEW, {}, "'note' has .* different texts in 28 rows"),
         (TEXTS, {}, "'note' has .* different texts.*add it to `ignore`"),
         (people()[["home"]], {"ignore": []}, "No column is left as input"),
     ],
