@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["--model.net.gate={kind: dynamic, network: mlp, hidden: 0}"],
             "`hidden` must be at least",
         ),
-        (["--model.num_classes=1"], "There must be at least 2 classes to tell apart, got 1."),
+        (["--model.num_classes=1"], "There must be at least 2 classes to tell apart, got 1;"),
         (["--seed_everything=-1"], "-1 is not in bounds"),
         (["--config=twice.yaml"], "twice.yaml, line 2: 'trainer' stands twice: keep one of them."),
         (["--config=list.yaml"], "list.yaml holds no settings: write them as `name: value`."),
