@@ -1,9 +1,14 @@
 """A small table in which one number and one category decide, with missing values."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
+from dg_lightning.datamodules import TabularDataModule
+
 ROWS = 240
+IGNORE = ["person", "day", "rent"]  # where `home` is the label
 
 
 def people(rows: int = ROWS, seed: int = 0) -> pd.DataFrame:
@@ -28,3 +33,11 @@ def people(rows: int = ROWS, seed: int = 0) -> pd.DataFrame:
     table.loc[::7, "height"] = np.nan
     table.loc[::11, "city"] = None
     return table
+
+
+def ready(table: Any = None, stage: str = "fit", **settings: Any) -> TabularDataModule:
+    """Return the table as data that is set up, with `home` as its label."""
+    settings = {"label": "home", "ignore": IGNORE, "batch_size": 16, **settings}
+    data = TabularDataModule.from_frame(people() if table is None else table, **settings)
+    data.setup(stage)
+    return data

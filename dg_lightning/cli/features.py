@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.runs import add_config_option, checkpoint_of
+from dg_lightning.cli.runs import add_run_options, checkpoint_of
 from dg_lightning.cli.trained import batches, load_data, load_net
 from dg_lightning.files import replacing
 from dg_lightning.runtime.choice import scores
@@ -35,10 +35,7 @@ def run_features(args: list[str]) -> None:
         description="Write the columns of a table that a net has kept, and what each is worth: by "
         "how much accuracy (R² for numbers) on the test rows falls if its values are shuffled.",
     )
-    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
-    add_config_option(parser)
-    parser.add_argument("--output", type=str, help="The file; features.csv in the run if None.")
-    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    add_run_options(parser, "features.csv")
     given = parser.parse_args(args)
     path = checkpoint_of(given.run, given.config)
     preparation = preparation_in(read_checkpoint(path))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.runs import add_config_option, checkpoint_of
+from dg_lightning.cli.runs import add_run_options, checkpoint_of
 from dg_lightning.cli.trained import load_data, load_net
 from dg_lightning.files import replacing
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
@@ -31,10 +31,7 @@ def run_genes(args: list[str]) -> None:
         "by how much the type's logit, less the mean of all, rises with the gene's log-normalised "
         "value, on average over the training cells of that type.",
     )
-    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
-    add_config_option(parser)
-    parser.add_argument("--output", type=str, help="The file; genes.csv in the run if None.")
-    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    add_run_options(parser, "genes.csv")
     given = parser.parse_args(args)
     path = checkpoint_of(given.run, given.config)
     preparation = preparation_in(read_checkpoint(path))

@@ -21,6 +21,7 @@ from dg_lightning.refusal import refusal
 __all__ = [
     "RUN_FILE",
     "add_config_option",
+    "add_run_options",
     "checkpoint_of",
     "claim_run_folder",
     "newest_checkpoint",
@@ -128,6 +129,14 @@ def newest_run(configs: Sequence[str]) -> str:
     found = newest_checkpoint(trainer, [config_path(config) for config in configs])
     print(f"Using the newest checkpoint, {found}")
     return found
+
+
+def add_run_options(parser: ArgumentParser, output: str) -> None:
+    """Add the options of a command that looks at a run and writes a file into it."""
+    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
+    add_config_option(parser)
+    parser.add_argument("--output", type=str, help=f"The file; {output} in the run if None.")
+    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
 
 
 def checkpoint_of(run: str | None, configs: Sequence[str] | None) -> Path:
