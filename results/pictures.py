@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from page import Study
+from studies import Study
 
 DOCS = Path(__file__).parents[1] / "docs"
 DATASETS = {
@@ -20,41 +20,65 @@ DATASETS = {
     "Tiny ImageNet": "tiny_imagenet",
     "Speech Commands": "speech_commands",
     "PBMC3k": "pbmc3k",
+    "text, a Transformer": "text",
 }
-KINDS = {
-    "dense": ("baseline", "s", "0.3"),
-    "static gates": ("dynamicgate", "o", "C0"),
-    "gates by input": ("dynamicgate_input", "D", "C2"),
-    "gates and RigL": ("dynamicgate_rigl", "^", "C3"),
-    "RigL alone": ("rigl", "v", "C1"),
+# What is drawn, by study: a variant each. Panels show those that their study has.
+STYLES = {
+    "dense": ("s", "0.3"),
+    "dense, narrow": ("s", "0.7"),
+    "static gates": ("o", "C0"),
+    "gates by input": ("D", "C2"),
+    "gates by input, 4 times as wide": ("D", "C8"),
+    "gates and RigL": ("^", "C3"),
+    "RigL alone": ("v", "C1"),
+    "experts": ("P", "C4"),
+}
+VARIANTS = {
+    "dense": "baseline",
+    "static gates": "dynamicgate",
+    "gates by input": "dynamicgate_input",
+    "gates and RigL": "dynamicgate_rigl",
+    "RigL alone": "rigl",
+}
+VARIANTS_OF_TEXT = {
+    "dense": "baseline",
+    "dense, narrow": "narrow",
+    "static gates": "dynamicgate_static",
+    "gates by input": "dynamicgate",
+    "gates by input, 4 times as wide": "dynamicgate_wide",
+    "experts": "switch_moe",
 }
 MARKERS = 3  # genes of a cell type
 
 
 def accuracy_against_macs() -> None:
     """Draw one panel a dataset: test accuracy against executed MACs, ± standard deviation."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    for axes, (title, name) in zip(figure.subplots(2, 3).flat, DATASETS.items(), strict=True):
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    *panels, last = figure.subplots(2, 4).flat
+    handles: dict[str, Any] = {}
+    for axes, (title, name) in zip(panels, DATASETS.items(), strict=True):
         study = Study(name)
         (dense,) = set(study.values("baseline", "macs_dense"))
-        for label, (variant, marker, color) in KINDS.items():
+        variants = VARIANTS_OF_TEXT if name == "text" else VARIANTS
+        for label, variant in variants.items():
+            marker, color = STYLES[label]
             shares = [100 * macs / dense for macs in study.values(variant, "macs")]
             accuracies = [100 * value for value in study.values(variant, "accuracy")]
             x, y = statistics.fmean(shares), statistics.fmean(accuracies)
             spread = statistics.stdev(accuracies)
-            axes.errorbar(x, y, spread, fmt=marker, color=color, label=label, capsize=2)
+            handles[label] = axes.errorbar(x, y, spread, fmt=marker, color=color, capsize=2)
         axes.set_title(title, fontsize=10)
         axes.set_xscale("log")
         ticks = [2, 5, 10, 25, 50, 100]
         axes.set_xticks(ticks, [f"{tick} %" for tick in ticks], fontsize=8)
         axes.minorticks_off()
-        axes.set_xlim(1.5, 130)
+        axes.set_xlim(1.5, 140)
         axes.tick_params(axis="y", labelsize=8)
         axes.grid(alpha=0.3)
+    last.axis("off")
+    last.legend([handles[label] for label in STYLES], list(STYLES), loc="center", fontsize=9)
     figure.supxlabel("executed MACs, of the dense net's", fontsize=9)
-    figure.supylabel("test accuracy, %, five seeds", fontsize=9)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(KINDS), fontsize=9)
+    figure.supylabel("test accuracy, %", fontsize=9)
     figure.savefig(DOCS / "accuracy_macs.png", dpi=130)
 
 

@@ -1,5 +1,6 @@
 import csv
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "results"))  # as if run as a script
 page = SimpleNamespace(**runpy.run_path(str(ROOT / "results" / "page.py")))
 
 

@@ -60,6 +60,9 @@ class CountWholeNet:
         self._tracked: dict[str, Any] = {name: m.linear for name, m in self._maps.items()}
         self._tracked |= gates
         self._gates = gates
+        runners = {f"{name}.runner": gate.feeds.runner for name, gate in gates.items()}
+        self._runners = {name: runner for name, runner in runners.items() if runner is not None}
+        self._tracked |= self._runners
         self._others = uncounted_modules(module)
         self._tracked |= self._others
         self._flops = dict.fromkeys(self._tracked, 0)
@@ -146,23 +149,28 @@ class CountWholeNet:
 
     def _counted(self) -> int:
         """Return the FLOPs of linear maps and gates."""
-        return sum(self._flops[name] for name in (*self._maps, *self._gates))
+        return sum(self._flops[name] for name in (*self._maps, *self._gates, *self._runners))
 
     def result(self, samples: int) -> WholeNet | None:
         """Return the counts per sample, or None if a gated map did not run as a module.
 
         An ungated map that did not, such as the output projection of torch's attention, has no
-        runs; its MACs are in `other`.
+        runs; its MACs are in `other`. Maps that a gate's `runner` multiplies by run as often as the
+        gate decides.
         """
-        not_run = [self._maps[name] for name in self._maps if self._flops[name] == 0]
-        if any(m.is_gated for m in not_run):
-            return None
         runs = {
             name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()
         }
         for name, gate in self._gates.items():
             if decision := dense_decision_macs(gate):
                 runs[name] = self._flops[name] / (2 * decision * samples)
+        decided = {id(gate): runs.get(name, 0.0) for name, gate in self._gates.items()}
+        for name, m in self._maps.items():
+            gated_by = m.output_gate or m.input_gate
+            if runs[name] == 0 and gated_by is not None:
+                if gated_by.feeds.runner is None:
+                    return None
+                runs[name] = decided[id(gated_by)]
         other = self._total - self._counted() - sum(self._between.values())
         unknown = [n for n in self._others if n in self._ran and self._flops[n] == 0]
         between = {n: round(flops / (2 * samples)) for n, flops in self._between.items() if flops}

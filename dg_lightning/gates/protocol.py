@@ -46,6 +46,7 @@ class Feeds:
             gate's units in their order.
         scales_between: Whether the products between the maps are those of the units, as in
             attention: a closed block saves its share of them.
+        runner: The module that multiplies by the maps' weights itself, instead of calling them.
     """
 
     producer: nn.Module | None = None
@@ -54,6 +55,7 @@ class Feeds:
     partners: tuple[nn.Module, ...] = ()
     rows: Mapping[nn.Module, Tensor] = field(default_factory=dict)
     scales_between: bool = False
+    runner: nn.Module | None = None
 
     @property
     def producers(self) -> tuple[nn.Module, ...]:

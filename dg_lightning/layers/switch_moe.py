@@ -158,7 +158,9 @@ class Experts(nn.Module):
         bound = 1 / math.sqrt(self.hidden)
         nn.init.uniform_(self.second.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
-        router.feeds = Feeds(producer=self.first, skips_rows=True, consumers=(self.second,))
+        router.feeds = Feeds(
+            producer=self.first, skips_rows=True, consumers=(self.second,), runner=self
+        )
 
     @override
     def forward(self, h: Tensor, weights: Tensor, capacity: int, k: int) -> Tensor:

@@ -1,4 +1,5 @@
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +11,7 @@ from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, GatedMLP
 from dg_lightning.callbacks import GateMonitor
 from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.layers import GPT
 from dg_lightning.training.spec import ClassSpec
 
 POSITIONS, WIDTH, HIDDEN = 5, 8, 32
@@ -136,6 +138,27 @@ class WithMetric(pl.LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         out = self.head(self.stem(batch[0]))
         self.log("similarity", (out @ out.T @ out @ out.T).mean())
+
+
+def test_attention_beside_experts_counts_as_beside_a_plain_feed_forward() -> None:
+    shape: Any = {"width": 8, "depth": 2, "heads": 2, "hidden": 16}
+    tokens = torch.zeros(3, 4, dtype=torch.long)
+    counts = []
+    for net in (GPT([4], 5, **shape), GPT([4], 5, experts={"experts": 4}, **shape)):
+        with CountWholeNet(net) as count:
+            net(tokens)
+        counts.append(count.result(samples=tokens.numel()))
+    plain, experts = counts
+    assert plain is not None
+    assert experts is not None
+    assert experts.other == plain.other == 2 * 2 * 4 * 8  # layers, two products, context, width
+    assert experts.runs["blocks.0.feed_forward.experts.first"] == 1  # for a token
+    assert experts.runs["blocks.0.feed_forward.router"] == 1
+    with CountWholeNet(net) as count:
+        net(tokens)
+    whole = count.result(samples=len(tokens))
+    assert whole is not None
+    assert whole.runs["blocks.1.feed_forward.experts.second"] == 4  # for a sample
 
 
 def test_a_foreign_module_is_counted_without_its_metrics() -> None:
