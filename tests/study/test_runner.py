@@ -70,9 +70,9 @@ def run_and_be_killed(folder: str, kill: int) -> None:
 @pytest.mark.slow
 def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> None:
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
-    fork = multiprocessing.get_context("fork")
+    fresh = multiprocessing.get_context("spawn")  # a fork of one that has trained may not train
     for kill in range(len(KILLS)):
-        process = fork.Process(target=run_and_be_killed, args=(str(interrupted), kill))
+        process = fresh.Process(target=run_and_be_killed, args=(str(interrupted), kill))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
