@@ -176,8 +176,9 @@ class CellDecoder:
             return read_labels(self.cells, s.label_column, s.label_file)
         if not s.leiden:
             raise ValueError(
-                f"Name the label column with `label_column`; {self._list_columns()}. "
-                "`leiden: true` uses Leiden clusters instead, which are no ground truth."
+                f"Name the label column with `label_column`; {self._list_columns()}. One of a CSV "
+                "file needs `label_file`, too. `leiden: true` uses Leiden clusters instead, which "
+                "are no ground truth."
             )
         # As in the paper: a method meant for counts, on log-normalised values of all cells.
         return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))

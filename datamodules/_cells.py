@@ -174,7 +174,8 @@ def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any
     if column not in table.columns:
         known = ", ".join(map(str, table.columns)) or "none there"
         raise ValueError(
-            f"`label_column` must be a column of {file or 'obs'} ({known}), got {column!r}."
+            f"`label_column` must be a column of {file or 'obs'} ({known}), got {column!r}"
+            + (": labels in a CSV file need `label_file`." if file is None else ".")
         )
     if not table.index.is_unique:
         twice = table.index[table.index.duplicated()][0]

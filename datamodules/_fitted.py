@@ -89,10 +89,11 @@ class FittedDataModule(BaseDataModule):
         if self._preparation is None:
             return super().describe_parts()
         known = sum(len(part) for part in self._parts.values())
-        return (
-            f"{len(self._everything):,} {self.sample}s, aligned to the checkpoint by name; "
-            f"{known:,} have a label that it knows, {len(self.part('test')):,} of them for testing"
-        )
+        aligned = f"{len(self._everything):,} {self.sample}s, aligned to the checkpoint by name"
+        if not known:  # as for `predict`
+            return aligned
+        testing = len(self.part("test"))
+        return f"{aligned}; {known:,} have a label that it knows, {testing:,} of them for testing"
 
     @override
     def preparation(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class TableDecoder:
         """Align the table with a checkpoint; rows of its splits are recognised."""
         fitted = self.preparation
         assert fitted is not None
-        inputs = fitted.align(self.table)
+        inputs = fitted.align(self.table, self.settings.source)
         parts = find_parts(_fingerprints(inputs), fitted.seen)
         if (column := self.settings.split_by) is not None and column in self.table.columns:
             is_known = np.isin(_hashed_levels(self.table[column]), fitted.seen.get("groups", ()))

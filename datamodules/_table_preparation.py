@@ -104,13 +104,13 @@ class TablePreparation:
             found += [(name, f"{name}={level}") for level in levels]
         return found
 
-    def align(self, table: "DataFrame") -> NDArray[np.float32]:
+    def align(self, table: "DataFrame", source: str = "the table") -> NDArray[np.float32]:
         """Return the inputs of each row ``(rows, inputs)``."""
         wanted = [*self.numbers, *self.categories]
         if missing := [name for name in wanted if name not in table.columns]:
             raise ValueError(
-                f"The table lacks {listed(missing)}, which the net reads; it has "
-                f"{listed(table.columns)}: rename or add columns."
+                f"{source[0].upper()}{source[1:]} lacks {listed(missing)}, which the net reads; it "
+                f"has {listed(table.columns)}: rename or add columns, or give another with `path`."
             )
         columns: list[NDArray[Any]] = []
         for name, (mean, std, has_missing) in self.numbers.items():

@@ -132,7 +132,7 @@ class BaseDataModule(PreparedData):
     def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
         """Return an error that names the missing files and how to get them."""
         paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
-        fixes = ["name an existing file"]
+        fixes = ["name an existing file or folder"]
         if downloads := self._downloads_for(missing):
             for download in downloads:
                 if download.folder and (folder := self.root / download.target).exists():

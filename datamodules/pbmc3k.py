@@ -157,6 +157,12 @@ class PBMC3kDataModule(FittedDataModule):
         return [*(self.path / name for name in names), *labels]
 
     @override
+    def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
+        for found in sorted(self.path.rglob("matrix.mtx*"))[:1]:
+            why += f"; there is a matrix in {found.parent}"
+        return super()._missing_error(missing, why)
+
+    @override
     def settings(self) -> Mapping[str, Any]:
         names = (
             *("layer", "values", "label_column", "leiden", "rare", "smallest_cluster", "split_by"),

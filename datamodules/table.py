@@ -44,7 +44,7 @@ class TabularDataModule(FittedDataModule):
         label: The column to predict; `target` for a bundled table.
         task: Whether labels are classes (`classification`) or numbers (`regression`).
         categories: Columns of numbers that are categories, such as postal codes.
-        ignore: Columns that are not inputs.
+        ignore: Columns that are not inputs. Predictions have them beside each row, to identify it.
         separator: What separates columns in the file; by its name if None.
         split_by: Column of groups, such as patients, that must not be split; or a column that
             names `train`, `val` (held out of `train` if absent) and `test`. It is not an input.
@@ -155,6 +155,13 @@ class TabularDataModule(FittedDataModule):
     def decode(self, save: Save) -> None:
         TableDecoder(self, self.read(), self._preparation).decode(save)
 
+    @property
+    def source(self) -> str:
+        """What is read, for messages."""
+        if self._frame is not None:
+            return "the frame"
+        return f"the bundled table {self.bundled}" if self.path is None else str(self.path)
+
     def read(self) -> Any:
         """Return the table as it is, a pandas frame."""
         if self._frame is not None:
@@ -189,10 +196,11 @@ class TabularDataModule(FittedDataModule):
     @override
     def describe_parts(self) -> str:
         if self._preparation is not None or self.class_names:
-            return super().describe_parts()
+            return f"{self.source}, {super().describe_parts()}"
         sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
         mean, std = self.target_scale or (0.0, 1.0)
-        return f"{sizes} rows; {self.label} is {mean:.4g} ± {std:.4g} in the training rows"
+        label = f"{self.label} is {mean:.4g} ± {std:.4g}"
+        return f"{self.source}, {sizes} rows; {label} in the training rows"
 
     @override
     def describe_samples(self) -> dict[str, Sequence[Any]]:
@@ -201,5 +209,9 @@ class TabularDataModule(FittedDataModule):
             known = [names[label] if label >= 0 else "" for label in labels]
         else:
             known = ["" if label != label else f"{label:.6g}" for label in labels]
-        parts = find_parts(self._tables()["fingerprints"].array, self.current_preparation().seen)
-        return {"row": range(len(labels)), "true_label": known, "part": parts.tolist()}
+        fitted = self.current_preparation()
+        parts = find_parts(self._tables()["fingerprints"].array, fitted.seen)
+        about = {"row": range(len(labels)), "true_label": known, "part": parts.tolist()}
+        table, used = self.read(), {self.label, *(name for name, _ in fitted.inputs())}
+        others = {str(name): column.tolist() for name, column in table.items() if name not in used}
+        return about | {name: column for name, column in others.items() if name not in about}

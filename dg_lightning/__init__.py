@@ -39,7 +39,7 @@ __all__ = [
     "remove_gates",
     "trust",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported on first use: the command line answers simple questions without torch, which takes
 # seconds to import.

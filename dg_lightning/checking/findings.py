@@ -107,7 +107,7 @@ def _callbacks(report: Report, given: Sequence[Any], ours: Sequence[Any], seen: 
             gone = _names(seen.dead[name])
             report.add("ERROR", name, f"It acts on {gone}, not part of the module any more.")
             continue
-        text = f"Acts on {_names(found)}." if found else "Found."
+        text = f"Acts on {_names(found)}." if found else "Takes part."
         assert seen.clock is not None
         try:
             report.add(*_in_time(name, text, _moments(callback), seen.clock))

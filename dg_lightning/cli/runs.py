@@ -1,5 +1,6 @@
 """Run folders, and the newest checkpoint of a config."""
 
+import atexit
 import hashlib
 import json
 import os
@@ -71,7 +72,8 @@ def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
 def claim_run_folder(trainer: Any) -> None:
     """Create the run folder immediately, so that concurrent runs get different numbers.
 
-    Loggers number runs by existing folders, but create their own folder later.
+    Loggers number runs by existing folders, but create their own folder later. A command that
+    fails before it has written anything leaves none.
     """
     if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return
@@ -80,6 +82,12 @@ def claim_run_folder(trainer: Any) -> None:
     digest = hashlib.sha256(f"{os.getuid()} {folder}".encode()).hexdigest()[:16]
     with FileLock(Path(tempfile.gettempdir(), f"dg-lightning-{digest}.lock")):
         run_folder(trainer).mkdir(parents=True, exist_ok=True)
+    atexit.register(_remove_if_empty, run_folder(trainer).resolve())
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:

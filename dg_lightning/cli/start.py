@@ -126,7 +126,7 @@ def _check_files(command: str, rest: list[str]) -> None:
     for path in option_values(rest, "--data.path", "--data.init_args.path"):
         roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
         if path != "null" and not any((root / path).exists() for root in roots):
-            raise refusal(f"There is no file {path!r}: give another with --data.path.")
+            raise refusal(f"There is no file or folder {path!r}: give another with --data.path.")
     folders = [word for word in rest[:1] if not word.startswith("-")]
     if command in ("report", "genes", "features") and folders and not Path(folders[0]).exists():
         raise refusal(f"There is no folder {folders[0]!r}: give one of a run or of a study.")

@@ -39,11 +39,11 @@ class Compact:
         kept: What is left of each parameter and buffer: axis and indices, one after another.
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     units: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    attributes: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
+    attributes: dict[str, int] = field(default_factory=dict, repr=False)
+    kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, repr=False)
 
     def carry_state(self, model: nn.Module, before: Optimizer, after: Optimizer) -> None:
         """Give the optimizer of the compact model what that of the gated one had learned.

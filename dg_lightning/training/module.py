@@ -23,7 +23,12 @@ from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.captured import CapturedSteps
 from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
 from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
-from dg_lightning.training.optimizers import build_optimizers, fused_if_open, may_be_fused
+from dg_lightning.training.optimizers import (
+    build_optimizers,
+    fused_if_open,
+    may_be_fused,
+    tell_of_lengths,
+)
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
 __all__ = ["GatedModule"]
@@ -151,6 +156,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
     def on_train_start(self) -> None:
         super().on_train_start()
         keep_settings_live(self, self.trainer)
+        tell_of_lengths(self.trainer)
         self._gates = list(gate_layers(self.net, required=False).values())
 
     @override

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -19,6 +20,7 @@ __all__ = [
     "has_scaler",
     "may_be_fused",
     "restore_fused",
+    "tell_of_lengths",
     "unscales_itself",
 ]
 
@@ -112,3 +114,18 @@ def build_optimizers(
     if isinstance(scheduling, ReduceLROnPlateau):
         config["monitor"] = getattr(scheduling, "monitor", monitor)
     return {"optimizer": built, "lr_scheduler": config}  # type: ignore[return-value]
+
+
+def tell_of_lengths(trainer: Any) -> None:
+    """Say if a scheduler was made for a longer or shorter training than this one."""
+    for config in trainer.lr_scheduler_configs:
+        by_epoch = config.interval == "epoch"
+        length = trainer.max_epochs if by_epoch else trainer.estimated_stepping_batches
+        for name in ("T_max", "total_steps"):
+            planned = getattr(config.scheduler, name, None)
+            if planned is not None and 0 < length < math.inf and planned != length:
+                rank_zero_info(
+                    f"{type(config.scheduler).__name__} plans {planned} "
+                    f"{'epochs' if by_epoch else 'steps'}, this training has {length}: for a "
+                    f"learning rate that ends with it, --model.lr_scheduler.{name}={length}."
+                )

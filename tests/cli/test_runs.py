@@ -163,6 +163,16 @@ def test_runs_that_start_at_once_have_a_folder_each() -> None:
 
 
 @pytest.mark.slow
+def test_a_command_that_fails_at_once_leaves_no_folder() -> None:
+    command = [sys.executable, "-m", "dg_lightning", "fit", "--config=table/baseline"]
+    options = ["--data.label=nothing", "--trainer.accelerator=cpu"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "`label` must name a column" in done.stderr
+    assert not list(Path("runs").rglob("version_*"))
+
+
+@pytest.mark.slow
 def test_two_programs_at_once_lose_nothing() -> None:
     command = [sys.executable, "-m", "dg_lightning", "fit", "--config=digits/baseline", *SMALL]
     started = [

@@ -40,7 +40,7 @@ print("imported", *sorted(heavy))
         (["study", "--config=studies/digit"], "did you mean studies/digits?"),
         (["test", "--config=digits/baseline", "--ckpt_path=a.ckpt"], "no checkpoint 'a.ckpt'"),
         (["export", "--ckpt_path", "a.ckpt"], "There is no checkpoint 'a.ckpt'"),
-        (["fit", "--data.path", "a.h5ad"], "There is no file 'a.h5ad'"),
+        (["fit", "--data.path", "a.h5ad"], "There is no file or folder 'a.h5ad'"),
         (["report", "nowhere"], "There is no folder 'nowhere'"),
         (["genes", "nowhere"], "There is no folder 'nowhere'"),
         (["configs", "nothing"], "No config begins with 'nothing'; there are callbacks"),

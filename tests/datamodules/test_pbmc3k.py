@@ -192,6 +192,12 @@ def test_another_file_in_the_folder_does_not_hide_a_change(tmp_path: Path) -> No
     assert not torch.equal(before, after)
 
 
+def test_a_folder_above_the_matrix_is_told_where_it_is(tmp_path: Path) -> None:
+    pbmc3k(tmp_path / "above" / "hg19")
+    with pytest.raises(FileNotFoundError, match=r"misses .*; there is a matrix in .*above/hg19: "):
+        PBMC3kDataModule(path=str(tmp_path / "above"), label_column="kind").prepare_data()
+
+
 def test_predictions_are_written_back_to_cells_in_memory(tmp_path: Path) -> None:
     source = cells()
     source.obs.loc[source.obs_names[:3], "kind"] = None

@@ -90,6 +90,8 @@ def test_rows_without_a_label_are_predicted_only() -> None:
     assert len(data.part_to_predict()) == ROWS
     assert list(samples["true_label"][:10]) == [""] * 10
     assert set(samples["part"][:10]) == {""}
+    assert samples["day"] == table["day"].tolist()  # a column that is no input tells rows apart
+    assert not {"age", "home"} & set(samples)
 
 
 def test_regression_has_numbers_and_their_scale() -> None:
@@ -242,6 +244,7 @@ def test_a_table_without_labels_is_predicted_but_not_tested() -> None:
     other.use_preparation(fitted.preparation())
     other.setup("predict")
     assert len(other.part_to_predict()) == ROWS
+    assert other.describe_parts() == f"the frame, {ROWS} rows, aligned to the checkpoint by name"
     with pytest.raises(ValueError, match=r"no label column 'home'.*predict"):
         other.setup("test")
 
@@ -250,7 +253,7 @@ def test_another_table_must_have_the_columns_that_the_net_reads() -> None:
     preparation = ready().preparation()
     other = TabularDataModule.from_frame(people().drop(columns="age"), label="home")
     other.use_preparation(preparation)
-    with pytest.raises(ValueError, match="lacks age, which the net reads"):
+    with pytest.raises(ValueError, match="The frame lacks age, which the net reads"):
         other.setup("predict")
     with pytest.raises(ValueError, match="not trained on a table"):
         other.use_preparation({"kind": "cells"})

@@ -225,6 +225,35 @@ def test_schedulers_from_plain_values(
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(lr * 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "interval", "said"),
+    [
+        ({"class_path": "CosineAnnealingLR", "init_args": {"T_max": 20}}, "epoch", "20 epochs"),
+        ({"class_path": "CosineAnnealingLR", "init_args": {"T_max": 2}}, "epoch", None),
+        (
+            {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 99}},
+            "step",
+            "99 steps",
+        ),
+        (
+            {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 14}},
+            "step",
+            None,
+        ),
+    ],
+)
+def test_a_scheduler_made_for_another_training_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, scheduler: Any, interval: Any, said: Any
+) -> None:
+    model = model_of(lr_scheduler=scheduler, lr_scheduler_interval=interval)
+    with caplog.at_level("INFO"):
+        trainer_of(tmp_path).fit(model, datamodule=Blobs())  # 2 epochs of 7 steps
+    told = [record.message for record in caplog.records if " plans " in record.message]
+    assert [said in line for line in told] == ([] if said is None else [True])
+    for line in told:
+        assert line.endswith(("lr_scheduler.T_max=2.", "lr_scheduler.total_steps=14."))
+
+
 def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
     cycle: Any = {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.01, "total_steps": 9}}
     with pytest.raises(ValueError, match="OneCycleLR sets learning rates itself"):

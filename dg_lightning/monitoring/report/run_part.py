@@ -68,7 +68,7 @@ def _final_metrics(run: RunRecord) -> str:
         "compute/macs": ("executed MACs a sample", ",.0f"),
         "compute/macs_share": ("of the dense net's", ".2%"),
         "compute/gate_macs": ("of which gate decisions", ",.0f"),
-        "compute/relmac_fuse_g": ("RelMAC_fuse, as defined in the paper", ".2%"),
+        "compute/relmac_fuse_g": ("the paper's RelMAC_fuse (hidden maps, no decisions)", ".2%"),
     }
     rows = [[name, format(last[k], form)] for k, (name, form) in names.items() if k in last]
     return table(["metric", "value"], rows, "Final metrics") if rows else ""
