@@ -40,8 +40,9 @@ docs: .venv/.installed-dev
 # The tests with the oldest versions that pyproject.toml allows.
 lowest:
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
-	.venv-lowest/bin/python -m pytest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest --numprocesses=auto --dist=worksteal -m "not slow"
 
 clean:
 	rm -rf .venv .venv-lowest build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -109,8 +109,8 @@ class TablePreparation:
         wanted = [*self.numbers, *self.categories]
         if missing := [name for name in wanted if name not in table.columns]:
             raise ValueError(
-                f"{source[0].upper()}{source[1:]} lacks {listed(missing)}, which the net reads; it "
-                f"has {listed(table.columns)}: rename or add columns, or give another with `path`."
+                f"The net reads {listed(missing)}, which {source} lacks; it has "
+                f"{listed(table.columns)}: rename or add columns, or give another table."
             )
         columns: list[NDArray[Any]] = []
         for name, (mean, std, has_missing) in self.numbers.items():
@@ -211,8 +211,8 @@ def numbers_of(column: "Series") -> NDArray[np.float64]:
     return values
 
 
-def read_table(path: Path, separator: str | None) -> "DataFrame":
-    """Return the table of a CSV or Parquet file."""
+def read_table(path: Path, separator: str | None, as_text: bool = False) -> "DataFrame":
+    """Return the table of a CSV or Parquet file; that of CSV as it is written if `as_text`."""
     import pandas as pd
 
     kinds = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zip", ".bz2", ".xz")]
@@ -230,7 +230,8 @@ def read_table(path: Path, separator: str | None) -> "DataFrame":
             "its `separator`."
         )
     try:
-        table = pd.read_csv(path, sep=separator or _SEPARATORS[kind])
+        options: Any = {"dtype": str, "keep_default_na": False} if as_text else {}
+        table = pd.read_csv(path, sep=separator or _SEPARATORS[kind], **options)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason}): save it as UTF-8.") from error
     except ValueError as error:

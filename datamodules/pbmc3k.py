@@ -158,8 +158,9 @@ class PBMC3kDataModule(FittedDataModule):
 
     @override
     def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
-        for found in sorted(self.path.rglob("matrix.mtx*"))[:1]:
-            why += f"; there is a matrix in {found.parent}"
+        if self.path in (path.parent for path in missing):
+            below = [*self.path.glob("*/matrix.mtx*"), *self.path.glob("*/*/matrix.mtx*")]
+            why += f"; there is a matrix in {below[0].parent}" if below else ""
         return super()._missing_error(missing, why)
 
     @override

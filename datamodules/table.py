@@ -162,12 +162,12 @@ class TabularDataModule(FittedDataModule):
             return "the frame"
         return f"the bundled table {self.bundled}" if self.path is None else str(self.path)
 
-    def read(self) -> Any:
-        """Return the table as it is, a pandas frame."""
+    def read(self, as_text: bool = False) -> Any:
+        """Return the table as it is, a pandas frame; a CSV file as text if that is wanted."""
         if self._frame is not None:
             return self._frame
         if self.path is not None:
-            return read_table(self.path, self.separator)
+            return read_table(self.path, self.separator, as_text)
         from sklearn import datasets
 
         loaded = getattr(datasets, f"load_{self.bundled}")(as_frame=True)
@@ -211,7 +211,11 @@ class TabularDataModule(FittedDataModule):
             known = ["" if label != label else f"{label:.6g}" for label in labels]
         fitted = self.current_preparation()
         parts = find_parts(self._tables()["fingerprints"].array, fitted.seen)
-        about = {"row": range(len(labels)), "true_label": known, "part": parts.tolist()}
-        table, used = self.read(), {self.label, *(name for name, _ in fitted.inputs())}
-        others = {str(name): column.tolist() for name, column in table.items() if name not in used}
-        return about | {name: column for name, column in others.items() if name not in about}
+        about: dict[str, Sequence[Any]] = {"row": range(len(labels)), "true_label": known}
+        about["part"] = parts.tolist()
+        used = {self.label, fitted.label, *(name for name, _ in fitted.inputs())}
+        for name, column in self.read(as_text=True).items():
+            if str(name) not in used:
+                taken = name in about or name in ("prediction", "probability")
+                about[f"{name} (table)" if taken else str(name)] = column.astype(str).tolist()
+        return about

@@ -83,7 +83,7 @@ def of_plasticity(study: Study) -> str:
     """Return how well tasks were learned, and whether the last ones were learned worse."""
     keys = ("tasks_accuracy_when_learned", "tasks_plasticity")
     lines = [[f"`{v}`", *(study.percent(v, key) for key in keys)] for v in study.variants]
-    columns = ["variant", "accuracy right after learning a task, %", "last ten minus first ten"]
+    columns = ["variant", "accuracy right after learning a task, %", "plasticity, points"]
     return markdown_table(columns, lines)
 
 
@@ -101,6 +101,15 @@ def of_text(study: Study) -> str:
         lines.append([f"`{v}`", loss, closed, study.percent(v), macs, parameters])
     columns = ["variant", "test loss, nats a byte", "of the gap, %", "next byte right, %"]
     return markdown_table([*columns, "MACs a byte", "parameters"], lines)
+
+
+def gap_by_seed(study: Study) -> str:
+    """Return the share of the gap from narrow to dense that gates close, for each seed."""
+    losses = [study.values(v, "loss") for v in ("narrow", "baseline", "dynamicgate")]
+    shares = [
+        (narrow - gated) / (narrow - dense) for narrow, dense, gated in zip(*losses, strict=True)
+    ]
+    return ", ".join(f"{100 * share:.0f}" for share in shares)
 
 
 def of_drift(study: Study) -> str:
@@ -181,7 +190,7 @@ def page() -> str:
         keep_trailing_newline=True,
     )
     named: Any = (summary, budgets, input_pays, worst_miss, of_tasks, of_drift, of_time_scales)
-    named = (*named, of_tables, of_text, of_plasticity)
+    named = (*named, of_tables, of_text, gap_by_seed, of_plasticity)
     tables: dict[str, Any] = {function.__name__: function for function in named}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)

@@ -22,8 +22,7 @@ DATASETS = {
     "PBMC3k": "pbmc3k",
     "text, a Transformer": "text",
 }
-# What is drawn, by study: a variant each. Panels show those that their study has.
-STYLES = {
+STYLES = {  # marker and colour
     "dense": ("s", "0.3"),
     "dense, narrow": ("s", "0.7"),
     "static gates": ("o", "C0"),
@@ -33,7 +32,7 @@ STYLES = {
     "RigL alone": ("v", "C1"),
     "experts": ("P", "C4"),
 }
-VARIANTS = {
+VARIANTS = {  # what is drawn
     "dense": "baseline",
     "static gates": "dynamicgate",
     "gates by input": "dynamicgate_input",
@@ -78,7 +77,7 @@ def accuracy_against_macs() -> None:
     last.axis("off")
     last.legend([handles[label] for label in STYLES], list(STYLES), loc="center", fontsize=9)
     figure.supxlabel("executed MACs, of the dense net's", fontsize=9)
-    figure.supylabel("test accuracy, %", fontsize=9)
+    figure.supylabel("test accuracy, %; five seeds, text three", fontsize=9)
     figure.savefig(DOCS / "accuracy_macs.png", dpi=130)
 
 

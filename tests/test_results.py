@@ -1,6 +1,5 @@
 import csv
 import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +9,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "results"))  # as if run as a script
-page = SimpleNamespace(**runpy.run_path(str(ROOT / "results" / "page.py")))
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "results")  # as if run as a script
+    page = SimpleNamespace(**runpy.run_path(str(ROOT / "results" / "page.py")))
 
 
 def column(name: str, variant: str, key: str) -> np.ndarray:
@@ -34,6 +34,20 @@ def test_figures_of_a_row_are_those_of_its_runs() -> None:
     assert study.percent("baseline") == f"{100 * dense.mean():.2f} ± {100 * dense.std(ddof=1):.2f}"
     assert study.lead("dynamicgate") == f"{lead.mean():+.2f} ± {lead.std(ddof=1) / 5**0.5:.2f}"
     assert study.saved("dynamicgate") == f"{saved.mean():.2f} ± {saved.std(ddof=1):.2f}"
+
+
+def test_figures_of_text_and_plasticity_are_those_of_their_runs() -> None:
+    narrow, dense, gated = (
+        column("text", v, "loss") for v in ("narrow", "baseline", "dynamicgate")
+    )
+    closed = (narrow.mean() - gated.mean()) / (narrow.mean() - dense.mean())
+    row = next(
+        line for line in page.of_text(page.Study("text")).splitlines() if "`dynamicgate`" in line
+    )
+    assert f"| {gated.mean():.4f} ± {gated.std(ddof=1):.4f} | {100 * closed:.0f} |" in row
+    lost = 100 * column("plasticity", "naive", "tasks_plasticity")
+    table = page.of_plasticity(page.Study("plasticity"))
+    assert f"| {lost.mean():.2f} ± {lost.std(ddof=1):.2f} |" in table
 
 
 def test_the_budget_of_a_variant_is_what_its_study_asks_for() -> None:

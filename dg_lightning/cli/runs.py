@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,14 @@ def claim_run_folder(trainer: Any) -> None:
     folder = Path(logger.save_dir or trainer.default_root_dir, str(logger.name)).resolve()
     digest = hashlib.sha256(f"{os.getuid()} {folder}".encode()).hexdigest()[:16]
     with FileLock(Path(tempfile.gettempdir(), f"dg-lightning-{digest}.lock")):
-        run_folder(trainer).mkdir(parents=True, exist_ok=True)
-    atexit.register(_remove_if_empty, run_folder(trainer).resolve())
+        claimed = run_folder(trainer).resolve()
+        if not claimed.exists():
+            claimed.mkdir(parents=True)
+            atexit.register(_remove_if_empty, claimed)
 
 
 def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
+    with suppress(OSError):  # it is not empty, or gone
         folder.rmdir()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -117,15 +118,25 @@ def build_optimizers(
 
 
 def tell_of_lengths(trainer: Any) -> None:
-    """Say if a scheduler was made for a longer or shorter training than this one."""
+    """Say if a scheduler was made for a longer or shorter training than this one.
+
+    Silent where the length is not certain, and in a resumed training, which keeps the old one.
+    """
+    ends_otherwise = trainer.max_steps != -1 or any(isinstance(c, Timer) for c in trainer.callbacks)
+    ends_otherwise |= trainer.fast_dev_run or (trainer.max_epochs or 0) < 1
+    if ends_otherwise or trainer.ckpt_path or not trainer.lightning_module.automatic_optimization:
+        return
     for config in trainer.lr_scheduler_configs:
         by_epoch = config.interval == "epoch"
+        if not by_epoch and trainer.reload_dataloaders_every_n_epochs:
+            continue  # epochs may differ
         length = trainer.max_epochs if by_epoch else trainer.estimated_stepping_batches
         for name in ("T_max", "total_steps"):
             planned = getattr(config.scheduler, name, None)
-            if planned is not None and 0 < length < math.inf and planned != length:
+            if planned is not None and planned * config.frequency != length:
                 rank_zero_info(
                     f"{type(config.scheduler).__name__} plans {planned} "
                     f"{'epochs' if by_epoch else 'steps'}, this training has {length}: for a "
-                    f"learning rate that ends with it, --model.lr_scheduler.{name}={length}."
+                    f"learning rate that ends with it, set {name}={length} "
+                    f"(--model.lr_scheduler.{name}={length})."
                 )

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,22 @@ def test_runs_that_start_at_once_have_a_folder_each() -> None:
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_at_once_leaves_no_folder() -> None:
-    command = [sys.executable, "-m", "dg_lightning", "fit", "--config=table/baseline"]
-    options = ["--data.label=nothing", "--trainer.accelerator=cpu"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "`label` must name a column" in done.stderr
-    assert not list(Path("runs").rglob("version_*"))
+def test_a_command_leaves_no_folder_that_it_has_made_and_not_used() -> None:
+    Path("runs/kept").mkdir(parents=True)
+    script = """
+        import lightning.pytorch as pl
+        from lightning.pytorch.loggers import CSVLogger
+        from dg_lightning.cli.runs import claim_run_folder
+        for version in ("unused", "used", "kept"):
+            logger = CSVLogger("runs", name="", version=version)
+            claim_run_folder(pl.Trainer(logger=logger, accelerator="cpu"))
+        open("runs/used/metrics.csv", "w").close()
+        print(sorted(path.name for path in __import__("pathlib").Path("runs").iterdir()))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['kept', 'unused', 'used']"
+    assert {path.name for path in Path("runs").iterdir()} == {"kept", "used"}
 
 
 @pytest.mark.slow

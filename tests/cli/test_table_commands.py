@@ -68,7 +68,7 @@ def test_features_tell_what_decides(run: Path, capsys: pytest.CaptureFixture[str
 def test_another_file_is_predicted_in_units_of_the_target(run: Path, project: Path) -> None:
     main(["predict", f"--ckpt_path={run}", *FIT[:1], "--data.path=new.csv", *SHORT[3:]])
     rows = rows_of(newest(project, "predictions.csv"))
-    others = ["person", "day", "rent", "home"]  # columns that are no inputs
+    others = ["person", "day", "home"]  # columns that are no inputs
     assert list(rows[0]) == ["row", "prediction", "true_label", "part", *others]
     truth = pd.read_csv("new.csv")["rent"]
     errors = np.array([float(row["prediction"]) for row in rows]) - truth

@@ -94,6 +94,24 @@ def test_rows_without_a_label_are_predicted_only() -> None:
     assert not {"age", "home"} & set(samples)
 
 
+def test_columns_that_are_no_inputs_tell_rows_apart_as_they_are_written(tmp_path: Path) -> None:
+    table = people()
+    table["person"] = [f"{number:05}" for number in range(ROWS)]
+    table["prediction"] = "mine"
+    table.to_csv(tmp_path / "people.csv", index=False)
+    options: Any = {"ignore": [*IGNORE, "prediction"], "batch_size": 16}
+    data = TabularDataModule(path=str(tmp_path / "people.csv"), label="home", **options)
+    data.setup("fit")
+    samples = data.describe_samples()
+    assert samples["person"] == table["person"].tolist()  # with their zeros
+    assert set(samples["prediction (table)"]) == {"mine"}  # ours has the plain name
+    assert list(samples)[:3] == ["row", "true_label", "part"]
+    numbered = people()[["age", "height", "home"]].set_axis([0, 1, 2], axis=1)
+    found = TabularDataModule.from_frame(numbered, label="2", batch_size=16)
+    found.setup("fit")
+    assert list(found.describe_samples()) == ["row", "true_label", "part"]
+
+
 def test_regression_has_numbers_and_their_scale() -> None:
     data = ready(label="rent", task="regression", ignore=["person", "day", "home"])
     labels = data.part("train").labels
@@ -253,7 +271,7 @@ def test_another_table_must_have_the_columns_that_the_net_reads() -> None:
     preparation = ready().preparation()
     other = TabularDataModule.from_frame(people().drop(columns="age"), label="home")
     other.use_preparation(preparation)
-    with pytest.raises(ValueError, match="The frame lacks age, which the net reads"):
+    with pytest.raises(ValueError, match="The net reads age, which the frame lacks"):
         other.setup("predict")
     with pytest.raises(ValueError, match="not trained on a table"):
         other.use_preparation({"kind": "cells"})

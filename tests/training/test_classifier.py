@@ -251,7 +251,12 @@ def test_a_scheduler_made_for_another_training_is_told_of(
     told = [record.message for record in caplog.records if " plans " in record.message]
     assert [said in line for line in told] == ([] if said is None else [True])
     for line in told:
-        assert line.endswith(("lr_scheduler.T_max=2.", "lr_scheduler.total_steps=14."))
+        assert line.endswith(("lr_scheduler.T_max=2).", "lr_scheduler.total_steps=14)."))
+    caplog.clear()
+    limits: list[dict[str, Any]] = [{"max_steps": 3}, {"max_time": "00:01:00:00"}]
+    for limit in (*limits, {"fast_dev_run": True}):
+        trainer_of(tmp_path, **limit).fit(model_of(lr_scheduler=scheduler), datamodule=Blobs())
+    assert " plans " not in caplog.text  # where a training may end otherwise
 
 
 def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
