@@ -103,7 +103,14 @@ class AddGates(pl.Callback):
             add()
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        part = pl_module.get_submodule(self.module)
+        try:
+            part = pl_module.get_submodule(self.module)
+        except AttributeError as error:
+            parts = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"`module` of AddGates must name a part of {type(pl_module).__name__} ({parts}), "
+                f"got {self.module!r}."
+            ) from error
         if not gated_units(part):  # by an earlier stage of this Trainer, or by hand
             self._put_into(part, trainer, pl_module, stage)
         if stage == "fit":

@@ -32,7 +32,12 @@ def read_cells(path: Path) -> "AnnData":
         cells = anndata.read_h5ad(path) if path.is_file() else scanpy.read_10x_mtx(path)
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read ({first}): get it again.") from error
+        kind = "an .h5ad file" if path.is_file() else "a 10x matrix"
+        what = f"{type(error).__name__}: {first}"
+        raise ValueError(
+            f"{path} cannot be read as {kind} ({what}): write it anew with the tool that made it, "
+            "or get it again."
+        ) from error
     return cells
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,9 +139,12 @@ class TableDecoder:
         for option, names in used.items():
             for name in names:
                 if name is not None and name not in self.table.columns:
+                    close = {known.lower(): known for known in self.table.columns}
+                    meant = get_close_matches(str(name).lower(), close, n=1)
+                    hint = f", perhaps {close[meant[0]]!r}" if meant else ""
                     raise ValueError(
-                        f"`{option}` must name a column of the table, got {name!r}; there are "
-                        f"{listed(self.table.columns)}."
+                        f"`{option}` must name a column of the table{hint}, got {name!r}; there "
+                        f"are {listed(self.table.columns)}."
                     )
 
     def _input_columns(self) -> list[str]:

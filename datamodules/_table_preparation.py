@@ -203,7 +203,8 @@ def numbers_of(column: "Series") -> NDArray[np.float64]:
         return np.full(len(column), np.nan)
     if not pd.api.types.is_numeric_dtype(column.dtype):
         raise ValueError(
-            f"Column {column.name!r} must hold numbers, got {column.dtype}: correct it."
+            f"Column {column.name!r} must hold numbers, got {column.dropna().iloc[0]!r}: correct "
+            "it; classes are learned with `task: classification`, as in table/dynamicgate."
         )
     values: NDArray[np.float64] = column.to_numpy(dtype=np.float64, na_value=np.nan)
     if np.isinf(values).any():

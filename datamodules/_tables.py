@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ from ._part import Indices
 __all__ = ["ArrayTable", "Save", "SparseTable", "Tables", "cached_tables", "tables_in_memory"]
 
 Array = NDArray[Any]
-FORMAT = 2  # increase when the same source and settings give different tables
+FORMAT = 3  # increase when the same source and settings give different tables
 
 
 class Save(Protocol):
@@ -135,14 +137,29 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
                 folder.mkdir(parents=True, exist_ok=True)
             with _lock_entry(entry, name):
                 if _read_entry(entry) is None:  # not built by another process meanwhile
-                    _build_entry(entry, decode)
-        return _open_entry(entry)
+                    _build_entry(entry, partial(_note_warnings, decode))
+        tables = _open_entry(entry)
     except _CannotCacheError as error:
         rank_zero_warn(
             f"The decoded {name} data is kept in memory, for this process alone: {error}. "
             "Point `cache_dir` or DG_CACHE to a folder with room that you may write to."
         )
         return tables_in_memory(decode)
+    for text in tables.facts.pop("warnings"):
+        rank_zero_warn(text)
+    return tables
+
+
+def _note_warnings(decode: Decode, save: Save) -> None:
+    """Decode, and save our warnings: they hold as well for those who find the tables decoded."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decode(save)
+    here = Path(__file__).parent
+    save.facts(warnings=[str(w.message) for w in caught if Path(w.filename).parent == here])
+    for other in caught:
+        if Path(other.filename).parent != here:
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
 
 
 def tables_in_memory(decode: Decode) -> Tables:

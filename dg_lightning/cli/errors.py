@@ -56,6 +56,8 @@ class OneLineErrorParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if re.match(r"unrecognized arguments: [^-]", message):
+            message += "; a config is named with --config"
         raise refusal(one_line(message), ex)
 
 

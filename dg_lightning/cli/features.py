@@ -94,7 +94,7 @@ def shuffled_loss(
     for places in columns:
         runs = [partial(_shuffled, net, places, order) for order in orders]
         _, left = scores(runs, [(x, target)])
-        lost.append(whole - sum(left) / len(left))
+        lost.append(sum(whole - score for score in left) / len(left))  # exactly 0 if nothing is
     return measure, lost
 
 

@@ -136,7 +136,8 @@ def add_gates(
     missing = [kind for kind in settings if not any(u.kind == kind for u in units.values())]
     if missing:
         raise ValueError(
-            f"{type(model).__name__} has no {' and no '.join(missing)} to gate: "
+            f"{type(model).__name__} has no {' and no '.join(missing)} to gate, leave out "
+            f"{' and '.join(f'`{kind}`' for kind in missing)}: "
             f"{'; '.join(found.reasons()) or 'no linear map ran'}."
         )
     units = matching(units, only, "map with units to gate")

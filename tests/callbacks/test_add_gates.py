@@ -208,6 +208,8 @@ def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None
 
     with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `module` \(body\)"):
         trainer_for([AddGates(STATIC)], tmp_path).fit(Bare(), data())
+    with pytest.raises(ValueError, match=r"AddGates must name a part of Bare \(body\), got 'head'"):
+        trainer_for([AddGates(STATIC, module="head")], tmp_path).fit(Bare(), data())
 
 
 def test_bad_settings_get_one_line() -> None:

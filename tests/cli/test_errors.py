@@ -38,6 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--model.net.hiden=[3]"], "'hiden' is not accepted"),
         (["--trainer.max_epoch=3"], "unrecognized arguments: --trainer.max_epoch=3"),
+        (["mnist/dynamicgate"], "mnist/dynamicgate; a config is named with --config"),
         (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
         (["--model.net.gate.rank=x"], "gate: expected int, got x."),
         (["--model.net.gate.thresold=0.3"], "gate: Unexpected keys: {'thresold'}."),

@@ -256,6 +256,19 @@ def test_new_levels_and_missing_values_are_told_and_taken_as_none() -> None:
     assert inputs[1, 0] == 0
 
 
+def test_a_file_that_was_read_before_is_told_of_again(tmp_path: Path) -> None:
+    table = people(30)
+    table.loc[0, "city"] = "Ulm"
+    table.to_csv(tmp_path / "new.csv", index=False)
+    preparation = ready().preparation()
+    for _ in range(2):  # the second time from the cache
+        data = TabularDataModule(path=str(tmp_path / "new.csv"), cache_dir=str(tmp_path / "cache"))
+        data.use_preparation(preparation)
+        with pytest.warns(UserWarning, match="levels that were not in the training rows.*: Ulm"):
+            data.setup("predict")
+    assert len(list((tmp_path / "cache").glob("Tabular-*/"))) == 1
+
+
 def test_a_table_without_labels_is_predicted_but_not_tested() -> None:
     fitted = ready()
     other = TabularDataModule.from_frame(people().drop(columns="home"), label="home")

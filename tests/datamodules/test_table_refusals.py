@@ -24,10 +24,14 @@ TEXTS = people().assign(note=[f"note {row}" for row in range(ROWS)])
     ("table", "settings", "message"),
     [
         (people(), {"label": None}, "Name the column to predict with `label`; there are person"),
-        (people(), {"label": "house"}, "`label` must name a column of the table, got 'house'"),
+        (people(), {"label": "Hme"}, "of the table, perhaps 'home', got 'Hme'"),
         (people(), {"ignore": ["size"]}, "`ignore` must name a column"),
         (people(), {"label": "rent"}, "240 different labels, too many for classes: .*regression"),
-        (people(), {"task": "regression"}, "'home' must hold numbers, got object"),
+        (
+            people(),
+            {"task": "regression"},
+            "'home' must hold numbers, got '.*: correct it; classes",
+        ),
         (people(), {"split_by": "person", "time_column": "day"}, "give one of the two"),
         (
             people(),

@@ -225,7 +225,7 @@ def test_nothing_of_a_killed_process_is_trusted(tmp_path: Path) -> None:
     out, err = start(tmp_path / "cache", log).communicate(timeout=120)
     assert out == f"{TOTAL} True\n", err
     (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert json.loads((entry / "contents.json").read_text())["facts"] == {"done": True}
+    assert json.loads((entry / "contents.json").read_text())["facts"]["done"]
 
 
 def test_a_sparse_table_gives_the_rows_of_the_matrix() -> None:
