@@ -155,7 +155,7 @@ def generate(width: int, depth: int, length: int, rounds: int) -> None:
     torch.manual_seed(0)
     options: Any = {"width": width, "depth": depth, "heads": width // 64}
     dense = GPT([512], 256, **options).eval()
-    gated = GPT([512], 256, gate=gate_of(64), **options).eval()
+    gated = GPT([512], 256, gate=gate_of(width // 4), **options).eval()
     prompt = torch.randint(256, (1, 16))
     open_exactly(gated, torch.randint(256, (1, 512)))
     skip_closed_blocks(gated)

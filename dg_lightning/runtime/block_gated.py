@@ -109,7 +109,7 @@ class BlockGatedMLP(GatedMLP):
 
     def _has_room(self, x: Tensor) -> bool:
         """Return True if the kernels need no device synchronization, as a graph requires."""
-        from dg_lightning.runtime.packing import worst_case_fits
+        from dg_lightning.runtime.launching import worst_case_fits
 
         layers = self.layers()
         readers = [layer.linear for layer in layers[1:]] + [self.output]

@@ -40,7 +40,6 @@ def product(
     bias,
     gate,
     value,
-    raw,
     out,
     blocks,
     width,
@@ -52,7 +51,6 @@ def product(
     HAS_BIAS: tl.constexpr,
     SCALES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
-    KEEPS_RAW: tl.constexpr,
     ACTIVATION: tl.constexpr,
     USES_DESCRIPTOR: tl.constexpr,
     BY_ROWS: tl.constexpr,
@@ -117,16 +115,49 @@ def product(
             z += tl.load(bias + block * width + n, mask=n < width, other=0.0).to(ACC_DTYPE)[None, :]
         entry = r[:, None].to(tl.int64) * width + n[None, :]
         inside = (n < width)[None, :]
-        if KEEPS_RAW:
-            z = z.to(raw.dtype.element_ty)
-            tl.store(raw + entry, z, mask=inside)
-            z = z.to(ACC_DTYPE)
         z = _activate(z, ACTIVATION)
         if SCALES:
             z *= tl.load(gate + source.to(tl.int64) * blocks + block).to(ACC_DTYPE)[:, None]
         if MULTIPLIES:
             z *= tl.load(value + entry, mask=inside, other=0.0).to(ACC_DTYPE)
         tl.store(out + entry, z.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate(
+    raw,
+    sample,
+    ends,
+    gate,
+    value,
+    out,
+    blocks,
+    ACTIVATION: tl.constexpr,
+    SCALES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Make units of the products of each row: ``g act(raw) value``."""
+    b = tl.arange(0, BLOCKS)
+    end = tl.load(ends + b, mask=b < blocks, other=2147483647)
+    rows = tl.load(ends + blocks - 1)
+    row = tl.program_id(0)
+    while row < rows:
+        source = tl.maximum(tl.load(sample + row), 0).to(tl.int64)
+        block = tl.sum((end <= row).to(tl.int32), 0)
+        scale = tl.load(gate + source * blocks + block).to(ACC_DTYPE) if SCALES else 1.0
+        for start in range(0, WIDTH, COLUMNS):
+            n = start + tl.arange(0, COLUMNS)
+            place = row.to(tl.int64) * WIDTH + n
+            z = tl.load(raw + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            units = _activate(z, ACTIVATION) * scale
+            if MULTIPLIES:
+                units *= tl.load(value + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            tl.store(out + place, units.to(out.dtype.element_ty), mask=n < WIDTH)
+        row += tl.num_programs(0)
 
 
 @triton.jit

@@ -13,12 +13,15 @@ __all__ = [
     "ROWS",
     "accumulator_dtype",
     "descriptor",
+    "most_rows",
     "multiprocessors",
     "power_of_2",
     "tile_sizes",
+    "worst_case_fits",
 ]
 
 ROWS = 128  # per tile
+_MAX_MEMORY_SHARE = 1 / 8  # of the device memory
 
 
 def descriptor(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:
@@ -56,6 +59,21 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # Triton interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.device) -> bool:
+    """Return True if the rows fit in memory even if all pairs are open."""
+    return most_rows(samples, blocks) * row_bytes <= _MAX_MEMORY_SHARE * _memory(device)
+
+
+def most_rows(samples: int, blocks: int) -> int:
+    """Return how many rows there are if all pairs are open; each block is padded."""
+    return (samples * blocks // ROWS + blocks) * ROWS
+
+
+@lru_cache
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33
 
 
 def power_of_2(size: int, least: int) -> int:

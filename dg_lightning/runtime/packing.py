@@ -1,6 +1,5 @@
 """Packing of open (sample, block) pairs into rows, and operations on packed rows."""
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,17 +14,18 @@ from dg_lightning.runtime.launching import (
     ROWS,
     accumulator_dtype,
     descriptor,
+    most_rows,
     multiprocessors,
     power_of_2,
     tile_sizes,
+    worst_case_fits,
 )
 
-__all__ = ["Packing", "worst_case_fits"]
+__all__ = ["Packing"]
 
 _SAMPLES = 64  # per program
 _CHUNK = 64
 _STRIP = 8  # tiles
-_MAX_MEMORY_SHARE = 1 / 8  # of the device memory
 
 
 class Packing:
@@ -47,7 +47,7 @@ class Packing:
         width = power_of_2(self.blocks, 16)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": gate.device}
         # Each block is padded by less than a tile.
-        self.rows = _max_rows(self.samples, self.blocks)
+        self.rows = most_rows(self.samples, self.blocks)
         self.position = torch.empty(self.samples, self.blocks, **int32)
         self.sample, self.ends = torch.empty(self.rows, **int32), torch.empty(self.blocks, **int32)
         shape = self.samples, self.blocks
@@ -114,7 +114,6 @@ class Packing:
         activation: str = "",
         gate: Tensor | None = None,
         value: Tensor | None = None,
-        raw: Tensor | None = None,
     ) -> Tensor:
         """Multiply each row with the weights of its block.
 
@@ -126,7 +125,6 @@ class Packing:
             activation: Activation applied to the product.
             gate: What the activated product is multiplied by, ``(samples, blocks)``.
             value: Rows that it is multiplied by, too.
-            raw: Output tensor for the product before the activation.
         """
         _, width, inner = weight.shape
         columns, depth, warps, stages, has_descriptors = tile_sizes(x.device, x.dtype)
@@ -147,7 +145,6 @@ class Packing:
             x if bias is None else bias,
             x if gate is None else gate,
             x if value is None else value,
-            out if raw is None else raw,
             out,
             self.blocks,
             width,
@@ -157,7 +154,6 @@ class Packing:
             HAS_BIAS=bias is not None,
             SCALES=gate is not None,
             MULTIPLIES=value is not None,
-            KEEPS_RAW=raw is not None,
             ACTIVATION=activation,
             USES_DESCRIPTOR=described is not None,
             BY_ROWS=by_rows,
@@ -227,6 +223,40 @@ class Packing:
         )
         return out
 
+    def activate(
+        self, raw: Tensor, activation: str, gate: Tensor | None, value: Tensor | None
+    ) -> Tensor:
+        """Make units of products. A product that also kept what it activates would be slow."""
+        out = torch.empty_like(raw)
+        kernels.activate[self._by_row](
+            raw,
+            self.sample,
+            self.ends,
+            raw if gate is None else gate,
+            raw if value is None else value,
+            out,
+            self.blocks,
+            ACTIVATION=activation,
+            SCALES=gate is not None,
+            MULTIPLIES=value is not None,
+            **self._row_sizes(raw),
+        )
+        return out
+
+    @property
+    def _by_row(self) -> tuple[int]:
+        """The programs that share rows."""
+        return (min(self.rows, 16 * multiprocessors(self.device)),)
+
+    def _row_sizes(self, raw: Tensor) -> dict[str, Any]:
+        width = raw.shape[1]
+        return {
+            "WIDTH": width,
+            "BLOCKS": power_of_2(self.blocks, 2),
+            "COLUMNS": min(power_of_2(width, 16), 1024),
+            "ACC_DTYPE": accumulator_dtype(raw),
+        }
+
     def activation_backward(
         self,
         grad_hidden: Tensor,
@@ -241,11 +271,10 @@ class Packing:
         Returns:
             The gradient of the gate, ``(samples, blocks)``, if `wants_gate`, and that of `value`.
         """
-        width = raw.shape[1]
         shape = (self.samples, self.blocks) if wants_gate else (1,)
         grad_gate = raw.new_zeros(shape, dtype=at_least_float32(raw.dtype))
         grad_value = None if value is None else torch.empty_like(value)
-        kernels.activation_backward[(min(self.rows, 16 * multiprocessors(raw.device)),)](
+        kernels.activation_backward[self._by_row](
             grad_hidden,
             raw,
             self.sample,
@@ -259,23 +288,6 @@ class Packing:
             SCALES=gate is not None,
             MULTIPLIES=value is not None,
             SUMS=wants_gate,
-            WIDTH=width,
-            BLOCKS=power_of_2(self.blocks, 2),
-            COLUMNS=min(power_of_2(width, 16), 1024),
-            ACC_DTYPE=accumulator_dtype(raw),
+            **self._row_sizes(raw),
         )
         return grad_gate if wants_gate else None, grad_value
-
-
-def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.device) -> bool:
-    """Return True if the rows fit in memory even if all pairs are open."""
-    return _max_rows(samples, blocks) * row_bytes <= _MAX_MEMORY_SHARE * _memory(device)
-
-
-def _max_rows(samples: int, blocks: int) -> int:
-    return (samples * blocks // ROWS + blocks) * ROWS
-
-
-@lru_cache
-def _memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**33

@@ -34,7 +34,7 @@ def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     if needs_grad:
         out: Tensor = _GatedFeedForward.apply(x, gate, *arguments)  # type: ignore[no-untyped-call]
         return out
-    return _forward(None, x, *arguments)[0]
+    return _forward(False, x, *arguments)[0]
 
 
 def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
@@ -67,7 +67,7 @@ def activation_name(activation: Any) -> str:
 
 
 def _forward(
-    raw: Tensor | None,
+    keeps_raw: bool,
     x: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
@@ -79,8 +79,8 @@ def _forward(
     activation: str,
     packing: Packing,
     scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the outputs, the gated units and, if there is another map, what it makes."""
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return outputs, units before activation if kept and gated, and what another map makes."""
 
     def maker(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         by_block = weight.unflatten(0, (-1, block))
@@ -89,10 +89,15 @@ def _forward(
     value = None
     if other is not None:
         value = packing.product(x, *maker(other, other_bias), gathers=True)
-    how: Any = {"gathers": True, "activation": activation, "gate": scale, "value": value}
-    units = packing.product(x, *maker(first, first_bias), raw=raw, **how)
+    how: Any = {"activation": activation, "gate": scale, "value": value}
+    raw = None
+    if keeps_raw:
+        raw = packing.product(x, *maker(first, first_bias), gathers=True)
+        units = packing.activate(raw, **how)
+    else:
+        units = packing.product(x, *maker(first, first_bias), gathers=True, **how)
     packed = packing.product(units, _by_block(second, block))
-    return packing.sum_samples(packed, second_bias), units, value
+    return packing.sum_samples(packed, second_bias), raw, units, value
 
 
 def _by_block(second: Tensor, block: int) -> Tensor:
@@ -118,9 +123,8 @@ class _GatedFeedForward(torch.autograd.Function):
         packing: Packing,
         scale: Tensor | None,
     ) -> Tensor:
-        raw = x.new_empty(packing.rows, block)
         maps = first, first_bias, second, second_bias, other, other_bias
-        out, units, value = _forward(raw, x, *maps, block, activation, packing, scale)
+        out, raw, units, value = _forward(True, x, *maps, block, activation, packing, scale)
         ctx.save_for_backward(x, first, second, other, raw, units, value, scale)
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = gate.dtype

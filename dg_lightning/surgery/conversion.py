@@ -27,7 +27,6 @@ _CHECKED = 32  # batches by which losses are compared
 _LANDED_BY = 8  # batches by which gates land on the budget
 _LANDINGS = 3
 _SHIFT_EVERY = 5  # steps
-_GRADUAL = 0.5  # share of the last step in which blocks close, bit by bit
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ def _tune(
     share: float,
     learning_rate: float,
 ) -> None:
-    """Train everything on, while blocks close bit by bit until the budget is met."""
+    """Train everything on, while the budget is held."""
     model.train()
     of_gates = {id(p) for gate in gates.values() for p in gate.parameters()}
     weights = [p for p in model.parameters() if p.requires_grad and id(p) not in of_gates]
@@ -250,8 +249,7 @@ def _tune(
         optimizer.zero_grad()
         value.backward()
         if step % _SHIFT_EVERY == 0:
-            allowed = share ** min(step / (_GRADUAL * steps), 1.0)
-            budget.shift(budget.shift_for(allowed))
+            budget.shift(budget.shift_for(share))
         optimizer.step()
         schedule.step()
 
