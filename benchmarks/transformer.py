@@ -7,7 +7,8 @@
 A quarter of the blocks is open, different ones for each token; gates scale, and deciding is
 included. Dense is the same module without gates. `feed_forward` and `block` measure forward passes
 and training steps (forward and backward, for inputs and all parameters), launched by the host and
-as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time. Variants are
+as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time, with blocks of a
+quarter of the width. Variants are
 measured in turns and compared by their medians. What is learned in the same time is measured by
 `benchmarks/loss_by_time.py`.
 """

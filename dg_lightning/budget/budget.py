@@ -94,6 +94,13 @@ class GateBudget:
             means = [_row_mean(count) for count in counts if count.device == device]
             return (torch.stack(means).sum() + known) / self.macs_dense
 
+    @torch.no_grad()
+    def closes_all(self) -> bool:
+        """Return whether the last forward pass opened no unit."""
+        gates = list(self.gates.values())
+        with _deployed(gates, self._shifts(0.0)):
+            return not any(bool(gate.gate.any()) for gate in gates)  # type: ignore[union-attr]
+
     def _deciding(self) -> list[GateLike]:
         """Return the gates whose decisions are part of the MACs."""
         own = [m.output_gate for m in self.maps]

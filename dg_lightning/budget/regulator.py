@@ -22,6 +22,10 @@ _SAME_P = (
     "Many units have the same p and open together, other gates use more than is left, or "
     "connections still move: press longer (`begin`, `landing`), or raise the gates' learning rate."
 )
+_ALL_CLOSED = (
+    "No unit is open: raise the budget, or let some stay open (`min_open` of the gates, or the "
+    "callback MinimumActivity)."
+)
 _OTHER_INPUTS = (
     "Training inputs differ from these (the border of random crops, dropout), or the features that "
     "GateNets read still change: gates are corrected after every validation, so let some epochs "
@@ -163,7 +167,9 @@ class Regulator:
         if self.budget.depends_on_input and not self._validates:
             when += "; measured on training inputs"
         line = self._words(self.reached, when)
-        if self._misses(self.reached) and landed and not rehearsal:
+        if self.budget.closes_all() and not rehearsal:
+            rank_zero_warn(f"BudgetController: {line} {_ALL_CLOSED}")
+        elif self._misses(self.reached) and landed and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_SAME_P}")
         else:
             rank_zero_info(f"BudgetController: {line}")

@@ -3,6 +3,7 @@
 import re
 import sysconfig
 import traceback
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +59,11 @@ class OneLineErrorParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if re.match(r"unrecognized arguments: [^-]", message):
             message += "; a config is named with --config"
+        unknown = re.match(r"(unrecognized arguments: --|Option ')([\w.]+)", message)
+        if unknown:
+            known = self.get_defaults(skip_validation=True).keys()
+            close = get_close_matches(unknown[2], known, 1)
+            message += f"; did you mean {close[0]}?" if close else ""
         raise refusal(one_line(message), ex)
 
 

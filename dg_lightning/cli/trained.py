@@ -100,7 +100,7 @@ def load_data(
             )
         return None
     if root is not None:
-        spec.setdefault("init_args", {})["root"] = root
+        _move(spec.setdefault("init_args", {}), root)
     check_trusted(spec, config)
     preparation = preparation_in(read_checkpoint(path))
     try:
@@ -113,10 +113,22 @@ def load_data(
     except Exception as error:  # any error: the DataModule may be third-party
         reason = one_line(str(error))
         if needed_by is not None:
-            raise refusal(f"The run's data cannot be read ({reason}): give --data_root.") from error
+            raise refusal(
+                f"The run's data cannot be read ({reason}): give --data_root, where it is now."
+            ) from error
         print(f"The run's data cannot be read ({reason}).")
         return None
     return data
+
+
+def _move(arguments: dict[str, Any], root: str) -> None:
+    """Name the place where data is now: the data itself, or a folder that holds it."""
+    if not Path(root).is_file():
+        arguments["root"] = root
+    for key in ("path", "folder"):
+        if old := arguments.get(key):
+            places = Path(root) / old, Path(root) / Path(old).name, Path(root)
+            arguments[key] = next((str(place) for place in places if place.exists()), old)
 
 
 def _read_yaml(path: Path) -> Any:

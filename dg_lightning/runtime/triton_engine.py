@@ -1,4 +1,4 @@
-"""The Triton engine: packed rows, two grouped products, a sum; and their backward pass."""
+"""The Triton engine: packed rows, grouped products, activations, a sum; and the way back."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def _forward(
     packing: Packing,
     scale: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return outputs, units before activation if kept and gated, and what another map makes."""
+    """Return outputs, units before activation (None if not kept), gated units, other units."""
 
     def maker(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         by_block = weight.unflatten(0, (-1, block))

@@ -176,6 +176,19 @@ def test_a_miss_by_less_than_a_block_is_no_miss() -> None:
     validate(regulator, net, torch.randn(4, 12))  # a warning would be an error
 
 
+def test_a_budget_that_closes_everything_is_warned_of() -> None:
+    net = GatedMLP(12, [4], 3, gate={"kind": "static"})
+    net.layers()[0].gate.logit.data.copy_(torch.arange(4.0))  # type: ignore[union-attr,operator]
+    net(torch.randn(4, 12))
+    regulator = regulator_of(net, 0.02)  # less than half of a unit
+    regulator.land(regulator.measure(alone), 1.0, alone)
+    net(torch.randn(4, 12))
+    assert regulator.reached == 0.0
+    regulator.report(rehearsal=True)  # a warning would be an error
+    with pytest.warns(UserWarning, match=r"for a budget of 2\.00% .* No unit is open: raise the"):
+        regulator.report(rehearsal=False)
+
+
 def test_its_state_is_plain_and_restores_all() -> None:
     net = net_with()
     regulator = regulator_of(net, 0.4)

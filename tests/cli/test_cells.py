@@ -160,6 +160,22 @@ def test_genes_are_listed_with_their_weight_by_type(capsys: pytest.CaptureFixtur
     assert np.mean(weights[True]) > 0 > np.mean(weights[False])
 
 
+def test_cells_that_have_moved_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    genes = ["genes", "--config=pbmc3k/dynamicgate", f"--output={tmp_path / 'genes.csv'}"]
+    moved = Path("all.h5ad").rename(tmp_path / "all.h5ad")
+    try:
+        with pytest.raises(SystemExit):
+            main(genes)
+        assert "give --data_root, where it is now." in capsys.readouterr().err
+        for place in (tmp_path, moved):
+            main([*genes, f"--data_root={place}"])
+            assert "of 200 genes are kept" in capsys.readouterr().out
+    finally:
+        moved.rename("all.h5ad")
+
+
 def test_a_run_without_cells_has_no_genes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--config=digits/baseline", "--trainer.fast_dev_run=false", *FIT[4:]])
     with pytest.raises(SystemExit):

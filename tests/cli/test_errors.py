@@ -36,8 +36,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model.net.hiden=[3]"], "'hiden' is not accepted"),
-        (["--trainer.max_epoch=3"], "unrecognized arguments: --trainer.max_epoch=3"),
+        (["--model.net.hiden=[3]"], "'hiden' is not accepted; did you mean hidden?"),
+        (["--trainer.max_epoch=3"], "--trainer.max_epoch=3; did you mean trainer.max_epochs?"),
+        (["--zebra=3"], "unrecognized arguments: --zebra=3"),
         (["mnist/dynamicgate"], "mnist/dynamicgate; a config is named with --config"),
         (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
         (["--model.net.gate.rank=x"], "gate: expected int, got x."),
@@ -51,7 +52,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--config=nowhere.yaml"], "There is no config 'nowhere.yaml'"),
         (["--ckpt_path=nowhere.ckpt"], "There is no checkpoint 'nowhere.ckpt'"),
         (["--ckpt_path=broken.ckpt"], "'broken.ckpt' is not a checkpoint, or was cut short"),
-        (["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"], "'weigth' is not"),
+        (
+            ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"],
+            "did you mean weight?",
+        ),
         (["--trainer.accelerator=abacus"], "invalid accelerator name"),
         (["--model.class_weights=[1,2]"], "`class_weights` must have 10 entries"),
         (["--config=broken.yaml"], "broken.yaml, line 2 is not YAML: expected ',' or"),
@@ -147,6 +151,5 @@ def test_a_wrong_command_as_a_process_has_exit_status_2_and_no_traceback(
 ) -> None:
     done = run_program("fit", "--config", "digits/dynamicgate", "--trainer.max_epoch=3")
     assert done.returncode == 2
-    assert (
-        done.stderr.strip() == "dg-lightning: error: unrecognized arguments: --trainer.max_epoch=3"
-    )
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("dg-lightning: error: unrecognized arguments: --trainer.max_epoch=3")

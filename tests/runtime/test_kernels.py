@@ -40,6 +40,7 @@ def test_kernels_are_right_when_they_are_interpreted() -> None:
         (7, 64, 1, 32, 64, 1.0, True, False),
         (141, 24, 4, 20, 40, 0.4, True, True),
         (201, 64, 2, 64, 64, 0.0, True, False),  # nobody opens anything
+        (6, 16, 1, 1040, 8, 1.0, True, True),  # a row takes two turns
     ],
 )
 def test_values_and_gradients(
