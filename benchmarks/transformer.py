@@ -7,9 +7,9 @@
 A quarter of the blocks is open, different ones for each token; gates scale, and deciding is
 included. Dense is the same module without gates. `feed_forward` and `block` measure forward passes
 and training steps (forward and backward, for inputs and all parameters), launched by the host and
-as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time, with blocks of a
-quarter of the width. Variants are
-measured in turns and compared by their medians. What is learned in the same time is measured by
+as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time; `--block` names
+the units that share a gate there, a quarter of the width otherwise. Variants are measured in turns
+and compared by their medians. What is learned in the same time is measured by
 `benchmarks/loss_by_time.py`.
 """
 
@@ -151,12 +151,12 @@ def whole_block(gated: bool, width: int, block: int) -> nn.Module:
     return Block(width, heads, feed_forward(gated, width, block), causal=True)
 
 
-def generate(width: int, depth: int, length: int, rounds: int) -> None:
+def generate(width: int, block: int, depth: int, length: int, rounds: int) -> None:
     """Print how many tokens a second are drawn on a CPU, dense and gated."""
     torch.manual_seed(0)
     options: Any = {"width": width, "depth": depth, "heads": width // 64}
     dense = GPT([512], 256, **options).eval()
-    gated = GPT([512], 256, gate=gate_of(width // 4), **options).eval()
+    gated = GPT([512], 256, gate=gate_of(block), **options).eval()
     prompt = torch.randint(256, (1, 16))
     open_exactly(gated, torch.randint(256, (1, 512)))
     skip_closed_blocks(gated)
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("what", choices=["feed_forward", "block", "generate"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--block", type=int)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -190,7 +191,8 @@ def main() -> None:
         with torch.cuda.stream(stream):
             compare(whole_block, "A Transformer block", given.device)
     else:
-        generate(given.width, given.depth, given.length, given.rounds)
+        block = given.block or given.width // 4
+        generate(given.width, block, given.depth, given.length, given.rounds)
 
 
 if __name__ == "__main__":

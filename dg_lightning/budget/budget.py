@@ -94,13 +94,6 @@ class GateBudget:
             means = [_row_mean(count) for count in counts if count.device == device]
             return (torch.stack(means).sum() + known) / self.macs_dense
 
-    @torch.no_grad()
-    def closes_all(self) -> bool:
-        """Return whether the last forward pass opened no unit."""
-        gates = list(self.gates.values())
-        with _deployed(gates, self._shifts(0.0)):
-            return not any(bool(gate.gate.any()) for gate in gates)  # type: ignore[union-attr]
-
     def _deciding(self) -> list[GateLike]:
         """Return the gates whose decisions are part of the MACs."""
         own = [m.output_gate for m in self.maps]
@@ -116,6 +109,11 @@ class GateBudget:
             rows, columns = m.output_gate if m.skips_rows else None, m.input_gate
             total += m.connections * _floor_share(rows) * _floor_share(columns)
         return (total + self.least_decisions() * self.macs_dense) / self.macs_dense
+
+    def closes_all(self, used: float) -> bool:
+        """Return True if a share is used with every gate closed."""
+        has_floor = any(floor_of(gate) for gate in self.gates.values())
+        return not has_floor and used <= self.least() + 1e-6  # rounding
 
     def least_decisions(self) -> float:
         """Return the share of the decisions alone, with every gate at its floor."""

@@ -167,7 +167,7 @@ class Regulator:
         if self.budget.depends_on_input and not self._validates:
             when += "; measured on training inputs"
         line = self._words(self.reached, when)
-        if self.budget.closes_all() and not rehearsal:
+        if self.budget.closes_all(self.reached) and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_ALL_CLOSED}")
         elif self._misses(self.reached) and landed and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_SAME_P}")

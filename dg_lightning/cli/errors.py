@@ -62,8 +62,8 @@ class OneLineErrorParser(LightningArgumentParser):
         unknown = re.match(r"(unrecognized arguments: --|Option ')([\w.]+)", message)
         if unknown:
             known = self.get_defaults(skip_validation=True).keys()
-            close = get_close_matches(unknown[2], known, 1)
-            message += f"; did you mean {close[0]}?" if close else ""
+            near = get_close_matches(unknown[2], known, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         raise refusal(one_line(message), ex)
 
 

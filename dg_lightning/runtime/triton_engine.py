@@ -34,7 +34,7 @@ def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     if needs_grad:
         out: Tensor = _GatedFeedForward.apply(x, gate, *arguments)  # type: ignore[no-untyped-call]
         return out
-    return _forward(False, x, *arguments)[0]
+    return _forward(x, *arguments)[0]
 
 
 def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
@@ -67,7 +67,6 @@ def activation_name(activation: Any) -> str:
 
 
 def _forward(
-    keeps_raw: bool,
     x: Tensor,
     first: Tensor,
     first_bias: Tensor | None,
@@ -79,6 +78,7 @@ def _forward(
     activation: str,
     packing: Packing,
     scale: Tensor | None,
+    keeps_raw: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return outputs, units before activation (None if not kept), gated units, other units."""
 
@@ -124,7 +124,8 @@ class _GatedFeedForward(torch.autograd.Function):
         scale: Tensor | None,
     ) -> Tensor:
         maps = first, first_bias, second, second_bias, other, other_bias
-        out, raw, units, value = _forward(True, x, *maps, block, activation, packing, scale)
+        options = block, activation, packing, scale
+        out, raw, units, value = _forward(x, *maps, *options, keeps_raw=True)
         ctx.save_for_backward(x, first, second, other, raw, units, value, scale)
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = gate.dtype

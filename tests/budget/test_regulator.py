@@ -30,6 +30,13 @@ def net_with(kind: str = "dynamic", **gate: Any) -> Any:
     return net
 
 
+def net_of_four_units() -> GatedMLP:
+    net = GatedMLP(12, [4], 3, gate={"kind": "static"})
+    net.layers()[0].gate.logit.data.copy_(torch.arange(4.0))  # type: ignore[union-attr,operator]
+    net(torch.randn(4, 12))
+    return net
+
+
 def regulator_of(net: nn.Module, budget: float) -> Regulator:
     gates = gate_layers(net)
     held = GateBudget(gates, list(gates.values()), linear_maps(net), "macs", budget)
@@ -167,9 +174,7 @@ def test_static_gates_are_measured_exactly_and_not_scaled() -> None:
 
 
 def test_a_miss_by_less_than_a_block_is_no_miss() -> None:
-    net = GatedMLP(12, [4], 3, gate={"kind": "static"})
-    net.layers()[0].gate.logit.data.copy_(torch.arange(4.0))  # type: ignore[union-attr,operator]
-    net(torch.randn(4, 12))
+    net = net_of_four_units()
     regulator = regulator_of(net, 0.45)  # a unit is a quarter of all
     regulator.land(regulator.measure(alone), 1.0, alone)
     net(torch.randn(4, 12))
@@ -177,9 +182,7 @@ def test_a_miss_by_less_than_a_block_is_no_miss() -> None:
 
 
 def test_a_budget_that_closes_everything_is_warned_of() -> None:
-    net = GatedMLP(12, [4], 3, gate={"kind": "static"})
-    net.layers()[0].gate.logit.data.copy_(torch.arange(4.0))  # type: ignore[union-attr,operator]
-    net(torch.randn(4, 12))
+    net = net_of_four_units()
     regulator = regulator_of(net, 0.02)  # less than half of a unit
     regulator.land(regulator.measure(alone), 1.0, alone)
     net(torch.randn(4, 12))

@@ -196,9 +196,9 @@ def test_a_folder_above_the_matrix_is_told_where_it_is(tmp_path: Path) -> None:
     pbmc3k(tmp_path / "above" / "hg19")
     with pytest.raises(FileNotFoundError, match=r"misses .*; there is a matrix in .*above/hg19: "):
         PBMC3kDataModule(path=str(tmp_path / "above"), label_column="kind").prepare_data()
-    options = {"label_column": "type", "label_file": str(tmp_path / "none.csv")}
+    options: Any = {"label_column": "type", "label_file": str(tmp_path / "none.csv")}
     with pytest.raises(FileNotFoundError, match=r"misses .*none.csv: name an existing file"):
-        PBMC3kDataModule(path=str(tmp_path / "above" / "hg19"), **options).prepare_data()  # type: ignore[arg-type]
+        PBMC3kDataModule(path=str(tmp_path / "above" / "hg19"), **options).prepare_data()
 
 
 def test_predictions_are_written_back_to_cells_in_memory(tmp_path: Path) -> None:

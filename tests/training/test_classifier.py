@@ -5,44 +5,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from small_classifier import Blobs, model_of, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedClassifier, GatedMLP, gate_layers
-
-NET: Any = {
-    "class_path": "dg_lightning.GatedMLP",
-    "init_args": {
-        "hidden": [12, 8],
-        "gate": {"kind": "dynamic", "network": "low_rank", "rank": 2},
-        "input_gate": {"kind": "static"},
-    },
-}
-
-
-class Blobs(pl.LightningDataModule):
-    """Three separable clouds of points, unequal in number."""
-
-    num_classes = 3
-    input_shape = (2, 3)
-
-    def __init__(self, batch_size: int = 16) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        generator = torch.Generator().manual_seed(0)
-        self.y = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)
-        centres = torch.randn(3, 2, 3, generator=generator) * 3
-        self.x = centres[self.y] + torch.randn(100, 2, 3, generator=generator)
-
-    @property
-    def class_weights(self) -> Tensor:
-        return 100 / (3 * torch.bincount(self.y))
-
-    def _loader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(self.x, self.y), batch_size=self.batch_size)
-
-    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
 class WithAuxiliary(nn.Module):
@@ -56,24 +24,6 @@ class WithAuxiliary(nn.Module):
 
     def auxiliary_loss(self) -> Tensor:
         return self.linear.weight.square().sum()
-
-
-def model_of(**arguments: Any) -> GatedClassifier:
-    torch.manual_seed(0)
-    return GatedClassifier(**{"net": NET, "input_shape": [2, 3], "num_classes": 3, **arguments})
-
-
-def trainer_of(folder: Path, **arguments: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "default_root_dir": folder,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "deterministic": True,
-    }
-    return pl.Trainer(**{**defaults, **arguments})
 
 
 def test_learns_and_logs_the_keys_of_the_api(tmp_path: Path) -> None:
@@ -151,120 +101,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> 
 def test_an_instance_handed_in_by_hand_is_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match=r"got a GatedMLP: write net=\{'class_path'"):
         model_of(net=GatedMLP(6, [4], 3))
-
-
-def test_gate_parameters_have_their_own_group() -> None:
-    optimizer: Any = {
-        "class_path": "torch.optim.AdamW",
-        "init_args": {"lr": 0.01, "weight_decay": 0.1},
-    }
-    model = model_of(optimizer=optimizer, gate_lr_factor=0.5)
-    built = model.configure_optimizers()
-    assert isinstance(built, torch.optim.AdamW)
-    rest, gates = built.param_groups
-    assert (rest["lr"], rest["weight_decay"]) == (0.01, 0.1)
-    assert (gates["lr"], gates["weight_decay"]) == (0.005, 0.0)
-    names = {id(p): n for n, p in model.named_parameters()}
-    assert all("gate" in names[id(p)] for p in gates["params"])
-    # Logits and biases are gates' own, matrices of GateNets learn as weights do.
-    assert all(p.ndim == 2 for p in rest["params"] if "gate" in names[id(p)])
-    assert any("gate" in names[id(p)] for p in rest["params"])
-    assert all(p.ndim == 1 for p in gates["params"])
-    assert len(rest["params"]) + len(gates["params"]) == len(list(model.parameters()))
-    plain: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [4]}}
-    assert len(model_of(net=plain).configure_optimizers().param_groups) == 1  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("trainer_clip", [None, 0.01])
-def test_gate_gradients_are_clipped_on_their_own(
-    tmp_path: Path, trainer_clip: float | None
-) -> None:
-    norms: dict[str, float] = {}
-
-    class Watch(pl.Callback):
-        def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if trainer.global_step == 0:
-                return
-            for index, group in enumerate(optimizer.param_groups):
-                grads = [p.grad.flatten() for p in group["params"]]
-                norms[str(index)] = torch.cat(grads).norm().item()
-
-    model = model_of(gate_clip_norm=1e-4)
-    trainer_of(
-        tmp_path,
-        max_epochs=1,
-        limit_train_batches=2,
-        callbacks=[Watch()],
-        gradient_clip_val=trainer_clip,
-        enable_checkpointing=False,
-    ).fit(model, datamodule=Blobs())
-    assert norms["1"] <= 1.001e-4
-    total = (norms["0"] ** 2 + norms["1"] ** 2) ** 0.5
-    assert total > 0.02 if trainer_clip is None else total == pytest.approx(0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "interval", "lr"),
-    [
-        ({"class_path": "StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}, "epoch", 0.25),
-        ({"class_path": "StepLR", "init_args": {"step_size": 7, "gamma": 0.1}}, "step", 0.01),
-        (
-            {"class_path": "ReduceLROnPlateau", "init_args": {"patience": 0, "threshold": 1e9}},
-            "epoch",
-            0.01,
-        ),
-    ],
-)
-def test_schedulers_from_plain_values(
-    tmp_path: Path, scheduler: Any, interval: Any, lr: float
-) -> None:
-    sgd: Any = {"class_path": "SGD", "init_args": {"lr": 1e-3}}
-    model = model_of(optimizer=sgd, lr_scheduler=scheduler, lr_scheduler_interval=interval)
-    trainer = trainer_of(tmp_path)
-    trainer.fit(model, datamodule=Blobs())  # 2 epochs of 7 steps
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(lr * 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "interval", "said"),
-    [
-        ({"class_path": "CosineAnnealingLR", "init_args": {"T_max": 20}}, "epoch", "20 epochs"),
-        ({"class_path": "CosineAnnealingLR", "init_args": {"T_max": 2}}, "epoch", None),
-        (
-            {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 99}},
-            "step",
-            "99 steps",
-        ),
-        (
-            {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 14}},
-            "step",
-            None,
-        ),
-    ],
-)
-def test_a_scheduler_made_for_another_training_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, scheduler: Any, interval: Any, said: Any
-) -> None:
-    model = model_of(lr_scheduler=scheduler, lr_scheduler_interval=interval)
-    with caplog.at_level("INFO"):
-        trainer_of(tmp_path).fit(model, datamodule=Blobs())  # 2 epochs of 7 steps
-    told = [record.message for record in caplog.records if " plans " in record.message]
-    assert [said in line for line in told] == ([] if said is None else [True])
-    for line in told:
-        assert line.endswith(("lr_scheduler.T_max=2).", "lr_scheduler.total_steps=14)."))
-    caplog.clear()
-    limits: list[dict[str, Any]] = [{"max_steps": 3}, {"max_time": "00:01:00:00"}]
-    for limit in (*limits, {"fast_dev_run": True}):
-        trainer_of(tmp_path, **limit).fit(model_of(lr_scheduler=scheduler), datamodule=Blobs())
-    assert " plans " not in caplog.text  # where a training may end otherwise
-
-
-def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
-    cycle: Any = {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.01, "total_steps": 9}}
-    with pytest.raises(ValueError, match="OneCycleLR sets learning rates itself"):
-        model_of(lr_scheduler=cycle, gate_lr_factor=0.1).configure_optimizers()
-    cycle["init_args"]["max_lr"] = [0.01, 0.01]
-    model_of(lr_scheduler=cycle).configure_optimizers()
 
 
 def test_an_interrupted_evaluation_leaves_nothing_behind(tmp_path: Path) -> None:
