@@ -59,11 +59,10 @@ class OneLineErrorParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if re.match(r"unrecognized arguments: [^-]", message):
             message += "; a config is named with --config"
-        unknown = re.match(r"(unrecognized arguments: --|Option ')([\w.]+)", message)
-        if unknown:
+        elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
             known = self.get_defaults(skip_validation=True).keys()
             near = get_close_matches(unknown[2], known, n=1)
-            message += f"; did you mean {near[0]}?" if near else ""
+            message += f"; did you mean {unknown[1]}{near[0]}?" if near else ""
         raise refusal(one_line(message), ex)
 
 

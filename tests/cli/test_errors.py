@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "message"),
     [
         (["--model.net.hiden=[3]"], "'hiden' is not accepted; did you mean hidden?"),
-        (["--trainer.max_epoch=3"], "--trainer.max_epoch=3; did you mean trainer.max_epochs?"),
+        (["--trainer.max_epoch=3"], "--trainer.max_epoch=3; did you mean --trainer.max_epochs?"),
         (["--zebra=3"], "unrecognized arguments: --zebra=3"),
         (["mnist/dynamicgate"], "mnist/dynamicgate; a config is named with --config"),
         (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
