@@ -43,6 +43,7 @@ class AddGates(pl.Callback):
         example: What `module` is called with. None for its `example_input_array` or `dummy_inputs`,
             or, if it has none, for the inputs of the first batch of the DataModule, or of the
             LightningModule's own loader.
+        more_examples: Further examples, which take other branches of the model.
 
     >>> AddGates(feed_forward={"kind": "static"}).settings["feed_forward"]
     {'kind': 'static'}
@@ -59,6 +60,7 @@ class AddGates(pl.Callback):
         module: str | None = None,
         learning_rate: float | None = None,
         example: Any = None,
+        more_examples: list[Any] | None = None,
     ) -> None:
         given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
         self.settings = {kind: value for kind, value in given.items() if value is not None}
@@ -69,7 +71,8 @@ class AddGates(pl.Callback):
         for pair in pairs or []:
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_name, pair))):
                 raise ValueError(f"`pairs` must be a list of two names each, got {pair!r}.")
-        check_example(example)
+        for given_example in (example, *(more_examples or [])):
+            check_example(given_example)
         if learning_rate is not None and not learning_rate > 0:
             raise ValueError(f"`learning_rate` must be above 0, got {learning_rate}.")
         self.pairs = pairs or []
@@ -77,6 +80,7 @@ class AddGates(pl.Callback):
         self.module = module or ""
         self.learning_rate = learning_rate
         self.example = example
+        self.more_examples = more_examples or []
         self._found: Found | None = None
 
     @cached_property  # Lightning asks for it in every hook of every step
@@ -134,7 +138,12 @@ class AddGates(pl.Callback):
                 f"`forward`: name the part that has one with `module` ({names})."
             )
         self._found = add_gates(
-            part, **self.settings, pairs=self.pairs, only=self.only, example=example
+            part,
+            **self.settings,
+            pairs=self.pairs,
+            only=self.only,
+            example=example,
+            more_examples=self.more_examples,
         )
         rank_zero_info(f"AddGates:\n{self._found}")
 

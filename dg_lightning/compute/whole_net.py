@@ -1,6 +1,6 @@
 """MACs of a whole network: runs of each linear map, and the cost of all other modules."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +36,12 @@ class WholeNet:
     between: dict[str, int] = field(default_factory=dict)
 
 
+class _NoTracker(nullcontext[None]):
+    """Takes the place of the tracker of a FLOP counter, which counts by module."""
+
+    parents = frozenset({"Global"})
+
+
 class CountWholeNet:
     """Context manager that counts a forward pass with torch's FLOP counter (dense products).
 
@@ -54,6 +60,9 @@ class CountWholeNet:
 
     def __init__(self, module: nn.Module) -> None:
         self._counter = FlopCounterMode(display=False)
+        # Only the total is read. Torch's tracker of modules fails where a Parameter is the input of
+        # a module and no gradient is wanted.
+        self._counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
         self._stack = ExitStack()
         gates = gate_layers(module, required=False)
         self._maps = {m.name: m for m in linear_maps(module)}
@@ -114,7 +123,8 @@ class CountWholeNet:
             return self._counter.get_total_flops() - self._counted() - sum(self._between.values())
 
         def on_exit(*_: Any) -> None:
-            made[:] = [elsewhere()]
+            if not made:  # attention by position multiplies keys before all producers have run
+                made.append(elsewhere())
 
         def on_enter(*_: Any) -> None:
             if made:

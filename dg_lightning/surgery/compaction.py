@@ -6,7 +6,8 @@ only if the model's outputs stay the same.
 """
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from typing import Any
@@ -22,7 +23,7 @@ from dg_lightning.surgery.gating import gated_units, remove_gates
 from dg_lightning.surgery.probing import Units
 from dg_lightning.surgery.watching import Watch
 
-__all__ = ["Compact", "compact"]
+__all__ = ["Compact", "compact", "explain_shape_errors"]
 
 _MOST_ATTRIBUTES = 8  # that are tried in all combinations
 
@@ -37,6 +38,7 @@ class Compact:
         notes: What could not be taken out, and why.
         attributes: Every number of a module that has changed: `"blocks.0.attn.num_heads": 2`.
         kept: What is left of each parameter and buffer: axis and indices, one after another.
+        unused: Parameters that no example used. A branch that runs them was not seen, and may fail.
     """
 
     model: nn.Module = field(repr=False)
@@ -44,6 +46,7 @@ class Compact:
     notes: list[str] = field(default_factory=list)
     attributes: dict[str, int] = field(default_factory=dict, repr=False)
     kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, repr=False)
+    unused: list[str] = field(default_factory=list)
 
     def carry_state(self, model: nn.Module, before: Optimizer, after: Optimizer) -> None:
         """Give the optimizer of the compact model what that of the gated one had learned.
@@ -77,15 +80,22 @@ class Compact:
 
 
 @torch.no_grad()
-def compact(model: nn.Module, example: Any = None, *, multiple: int = 1) -> Compact:
+def compact(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    more_examples: Sequence[Any] = (),
+    multiple: int = 1,
+) -> Compact:
     """Return a copy of a model without gates and without what they close.
 
-    The outputs for the example are compared: what cannot be taken out without changing them stays,
+    The outputs for the examples are compared: what cannot be taken out without changing them stays,
     as weights of 0, and is noted. The model itself is not changed.
 
     Args:
         model: A model with static gates of `add_gates`.
         example: What it is called with, see `find_units`.
+        more_examples: Further examples, which take other branches of the model.
         multiple: Keep closed feed-forward units and channels, with weights of 0, until their number
             is a multiple of this: GPUs multiply matrices of odd sizes slowly.
 
@@ -114,7 +124,7 @@ def compact(model: nn.Module, example: Any = None, *, multiple: int = 1) -> Comp
             )
     for child in small.modules():
         set_connections(child, None)  # of another shape soon; missing connections have weights of 0
-    watch = Watch(small, example)
+    watch = Watch(small, [example, *more_examples])
     expected = watch.look(*gated)
     remove_gates(small)
     is_open = {name: _close_for_good(small, *gated[name], multiple) for name in gated}
@@ -123,11 +133,27 @@ def compact(model: nn.Module, example: Any = None, *, multiple: int = 1) -> Comp
             f"With weights of 0 in place of closed units {type(model).__name__} does not compute "
             "the same: are weights shared, or made of others?"
         )
-    result = Compact(small)
+    result = Compact(small, unused=watch.unused_parameters())
     for name, (units, _) in gated.items():
         if not is_open[name].all():
             _take_out(result, units, is_open[name], watch)
+    explain_shape_errors(small)
     return result
+
+
+def explain_shape_errors(model: nn.Module) -> None:
+    """Let errors of a compact model say what may have caused them."""
+    model.register_forward_hook(_add_note, always_call=True)
+
+
+def _add_note(model: nn.Module, args: Any, output: Any) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, RuntimeError | ValueError | IndexError):
+        error.add_note(
+            f"`compact` has removed units from this {type(model).__name__}. If shapes do not fit, "
+            "this call takes a branch that its examples did not take: give one that does in "
+            "`more_examples`."
+        )
 
 
 def _close_for_good(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:

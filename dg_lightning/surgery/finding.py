@@ -6,7 +6,7 @@ can be closed independently: single units of a feed-forward or channels of a con
 of inputs, such as the heads of attention or, where several heads share keys, groups of heads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,14 @@ from dg_lightning.compute.maps import is_linear_map, unit_axis
 from dg_lightning.gates import gate_layers
 from dg_lightning.surgery.probing import Probe, Units
 from dg_lightning.surgery.recording import Call, Recording, record
+from dg_lightning.surgery.watching import units_read_elsewhere
 
 __all__ = ["Found", "find_units"]
 
 _SCALES = (1.0, 30.0)  # of noise
 _ROUNDS = 24  # runs with other noise, for units that were inactive before
 _REASONS = 6  # that are printed
+_READ_ELSEWHERE = "what it reads is read elsewhere too, as in a residual stream"
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,15 @@ class Found:
 
 
 @torch.enable_grad()
-def find_units(model: nn.Module, example: Any = None) -> Found:
+def find_units(model: nn.Module, example: Any = None, more_examples: Sequence[Any] = ()) -> Found:
     """Return what can be gated in a model. The model is left as it was.
 
     Args:
         model: The model. It is run in evaluation mode, without dropout.
         example: What it is called with: a tensor, a tuple, or a dict by name. None for its
             `example_input_array` (Lightning) or `dummy_inputs` (Hugging Face).
+        more_examples: Further examples, which take other branches of the model. What no example
+            runs is not seen.
 
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(find_units(net, torch.randn(2, 8)))
@@ -82,32 +86,43 @@ def find_units(model: nn.Module, example: Any = None) -> Found:
             f"{type(model).__name__} is on the meta device, where nothing can be run: give it "
             "weights first."
         )
+    examples = [example, *more_examples]
     probes: dict[str, Probe] = {}
     left_alone: dict[str, str | None] = {}
     for seed in range(_ROUNDS):
         # Some units are mixed only where they are large.
-        recording = record(model, example, seed, noise_scale=_SCALES[seed % len(_SCALES)])
-        graph = _Graph(model, recording)
-        for call in graph.maps:
+        scale = _SCALES[seed % len(_SCALES)]
+        graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
+        for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
             left_alone[call.name] = left_alone.get(call.name) or graph.why_not(call)
             if left_alone[call.name] is None:
                 sources = graph.sources(call)
                 probes.setdefault(call.name, Probe(call, sources)).look(call, sources)
         if seed + 1 >= len(_SCALES) and all(probe.done for probe in probes.values()):
             break
+    for name in _read_in_other_branches(graphs):
+        left_alone[name] = left_alone[name] or _READ_ELSEWHERE
     probes = {name: probe for name, probe in probes.items() if left_alone[name] is None}
     left_alone |= {name: probe.why_not() for name, probe in probes.items()}
-    left_alone |= _not_run(model, graph)
-    batch = recording.batch
-    return Found(
-        {
-            call.name: probes[call.name].units(graph.between(call))
-            for call in graph.maps
-            if call.name in probes and probes[call.name].why_not() is None
-        },
-        {name: reason for name, reason in left_alone.items() if reason is not None},
-        {call.name: _positions(call, batch) for call in graph.maps},
-    )
+    left_alone |= _not_run(model, graphs)
+    between: dict[str, dict[str, nn.Module]] = {}
+    positions: dict[str, int] = {}
+    for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
+        between[call.name] = between.get(call.name, {}) | graph.between(call)
+        positions.setdefault(call.name, _positions(call, graph.batch))
+    units = {
+        name: probe.units(between[name])
+        for name, probe in probes.items()
+        if left_alone[name] is None
+    }
+    for name in units_read_elsewhere(model, examples, units):
+        del units[name]
+        left_alone[name] = (
+            "its units change outputs even where they are closed, as by a top-k mask, a detached "
+            "norm or a weight that is used twice"
+        )
+    reasons = {name: reason for name, reason in left_alone.items() if reason is not None}
+    return Found(units, reasons, positions)
 
 
 class _Graph:
@@ -115,6 +130,7 @@ class _Graph:
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._model = model
+        self.batch = recording.batch
         self.maps = [call for call in recording.calls if call.x is not None]
         self._calls = [call.name for call in recording.calls]
         self._by_leaf = {id(call.leaf): call for call in recording.calls}
@@ -164,13 +180,24 @@ class _Graph:
             if id(source.leaf) in self._in_output:
                 others.append("the model's output")
             if others:
-                return "what it reads is read elsewhere too, as in a residual stream"
+                return _READ_ELSEWHERE
         return None
 
 
-def _not_run(model: nn.Module, graph: _Graph) -> dict[str, str | None]:
+def _read_in_other_branches(graphs: Sequence[_Graph]) -> set[str]:
+    """Return the maps that read what another map reads in a run of another example."""
+    consumers: dict[str, set[str]] = {}
+    if len(graphs) > 1:
+        for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
+            for source in graph.sources(call):
+                consumers.setdefault(source.name, set()).add(call.name)
+    return {name for names in consumers.values() if len(names) > 1 for name in names}
+
+
+def _not_run(model: nn.Module, graphs: Iterable[_Graph]) -> dict[str, str | None]:
     """Return why some maps could not be seen."""
-    ran, inside = {call.module for call in graph.maps}, gate_submodules(model)
+    ran = {call.module for graph in graphs for call in graph.maps}
+    inside = gate_submodules(model)
     reasons: dict[str, str | None] = {}
     for name, child in model.named_modules():
         if callable(getattr(child, "weight", None)):

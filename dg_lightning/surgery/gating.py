@@ -13,7 +13,7 @@ from dg_lightning.gates import Feeds, Gate, GateSettings, make_gate
 from dg_lightning.gates.protocol import matching
 from dg_lightning.surgery.finding import Found, find_units
 from dg_lightning.surgery.probing import Units
-from dg_lightning.surgery.recording import first_tensor
+from dg_lightning.surgery.recording import first_tensor, with_first_tensor
 
 __all__ = [
     "add_gates",
@@ -71,10 +71,7 @@ class Hooks:
         for _ in range(spatial):
             factor = factor.unsqueeze(-1)
         factor = factor.to(x.dtype)
-        if args:
-            return (x * factor, *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: x * factor}
+        return with_first_tensor(args, kwargs, lambda x: x * factor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None}  # with a graph it can be neither copied nor pickled
@@ -89,6 +86,7 @@ def add_gates(
     pairs: Sequence[tuple[str, str]] = (),
     only: Sequence[str] | None = None,
     example: Any = None,
+    more_examples: Sequence[Any] = (),
 ) -> Found:
     """Put gates on the units, attention heads or channels of a model, however it is built.
 
@@ -107,6 +105,7 @@ def add_gates(
             only the second map is known to save compute.
         only: Name patterns of the maps that read the units; None for all.
         example: What the model is called with, see `find_units`.
+        more_examples: Further examples, which take other branches of the model.
 
     Returns:
         What has got gates, and what was left alone, with reasons.
@@ -131,7 +130,7 @@ def add_gates(
     if pairs:
         found = Found({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
     else:
-        found = find_units(model, example)
+        found = find_units(model, example, more_examples)
     units = {name: u for name, u in found.units.items() if u.kind in settings}
     missing = [kind for kind in settings if not any(u.kind == kind for u in units.values())]
     if missing:

@@ -1,7 +1,7 @@
 """One run of a model, cut at its linear maps, so that autograd tells what reads what."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "first_tensor",
     "offered_example",
     "record",
+    "with_first_tensor",
 ]
 
 _LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
@@ -69,9 +70,14 @@ def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[
             f"{type(model).__name__} must be run once to see how its layers are connected: give "
             "an `example` of what it is called with (a tensor, a tuple, or a dict by name)."
         )
-    first = next(model.parameters(), None)
-    if first is not None:  # Lightning moves batches, but not examples
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is not None:  # Lightning moves and casts batches, but not examples
         example = move_data_to_device(example, first.device)
+    if first is not None and first.dtype != torch.float32:
+        dtype = first.dtype
+        example = apply_to_collection(
+            example, Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x
+        )
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
@@ -92,14 +98,34 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return first
 
 
+def with_first_tensor(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with its first one changed."""
+    if args:
+        return (change(args[0]), *args[1:]), dict(kwargs)
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
 def call_model(
-    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    context: AbstractContextManager[Any] | None = None,
 ) -> list[Tensor]:
-    """Run a model in evaluation mode, leave it as it was, and return the tensors it returns."""
+    """Run a model in evaluation mode, leave it as it was, and return the tensors it returns.
+
+    Args:
+        model: The model.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        context: In which it runs.
+    """
     outputs: list[Tensor] = []
-    with _evaluating(model):
+    with _evaluating(model), context or nullcontext():
         apply_to_collection(model(*args, **(kwargs or {})), Tensor, outputs.append)
-    return [output for output in outputs if output.is_floating_point()]
+    return outputs
 
 
 def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1.0) -> Recording:

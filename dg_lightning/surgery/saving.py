@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dg_lightning.files import replacing, write_text
-from dg_lightning.surgery.compaction import Compact
+from dg_lightning.surgery.compaction import Compact, explain_shape_errors
 
 __all__ = ["load_compact", "save_compact"]
 
@@ -62,6 +62,7 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
                 is_parameter = isinstance(old, nn.Parameter)
                 setattr(module, key, nn.Parameter(new, old.requires_grad) if is_parameter else new)
     load_model(model, str(path))
+    explain_shape_errors(model)
     return model
 
 

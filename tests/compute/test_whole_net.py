@@ -236,3 +236,32 @@ def test_a_compiled_classifier_still_validates() -> None:
         enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(model, data, data)  # type: ignore[arg-type]
+
+
+class Query(nn.Module):
+    """Hands a parameter to a submodule, as pooling with learned queries does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(2, WIDTH))
+        self.norm, self.project = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up = GatedLinear(WIDTH, HIDDEN, gate={"kind": "static"})
+        self.out = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.project(self.norm(self.query))
+        mixed = nn.functional.scaled_dot_product_attention(query[None].expand(len(x), -1, -1), x, x)
+        out: Tensor = self.out(self.up(mixed)).mean(1)
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_parameter_may_be_the_input_of_a_module(training: bool, context: type) -> None:
+    net = Query().train(training)
+    with context(), CountWholeNet(net) as count:
+        net(torch.randn(2, POSITIONS, WIDTH))
+    whole = count.result(samples=2)
+    assert whole is not None
+    assert whole.other == 2 * 2 * POSITIONS * WIDTH
+    assert whole.runs == {"project": 1, "up.linear": 2, "out": 2}

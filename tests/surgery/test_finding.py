@@ -1,5 +1,6 @@
 """Units are found by what a model does, and the model is left as it was."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -269,3 +270,72 @@ def test_weights_that_are_made_of_others_are_no_maps() -> None:
     assert not found.units
     torch.nn.utils.prune.l1_unstructured(net.first, "weight", amount=0.3)
     assert not find_units(net, X).units
+
+
+class Uses(nn.Module):
+    """Hands units to a function of them, its maps and the input, which may use them twice."""
+
+    def __init__(self, function: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 6), nn.Linear(6, 2), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, self.first(x), x)
+
+
+def topk(h: Tensor) -> Tensor:
+    return torch.zeros_like(h).scatter(-1, h.abs().topk(3, -1).indices, 1.0)
+
+
+HIDDEN_USES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "top-k mask": lambda net, h, x: net.second(h * topk(h)),
+    "mask above the mean": lambda net, h, x: net.second(h * (h > h.mean(-1, keepdim=True))),
+    "detached norm": lambda net, h, x: net.second(h / h.detach().norm(dim=-1, keepdim=True)),
+    "weight read twice": lambda net, h, x: (
+        net.second(h) + nn.functional.linear(x, net.first.weight).sum(-1, keepdim=True)
+    ),
+    "bias read twice": lambda net, h, x: net.second(h.relu()) + net.first.bias.sum(),
+    "detached output": lambda net, h, x: (net.second(h.relu()), h.detach()),
+    "output of integers": lambda net, h, x: (net.second(h.relu()), h.argmax(-1)),
+    "output by name": lambda net, h, x: {"out": net.second(h), "log": {"h": h.detach().mean()}},
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_USES)
+def test_units_that_act_where_they_are_closed_are_left_alone(name: str) -> None:
+    net = Uses(HIDDEN_USES[name]).eval()
+    weights = {key: value.clone() for key, value in net.state_dict().items()}
+    found = find_units(net, X)
+    assert not found.units
+    assert "second" in found.left_alone
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, weights[key])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_units_of_other_precisions_are_found(dtype: torch.dtype) -> None:
+    net = Uses(lambda net, h, x: net.second(h.exp())).to(dtype)
+    assert list(find_units(net, X).units) == ["second"]
+
+
+class Chooses(nn.Module):
+    """Takes another branch when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.up2, self.down2 = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.up(x).relu()
+        out: Tensor = self.down2(self.up2(h).relu()) if other else self.down(h)
+        return out
+
+
+def test_more_examples_show_other_branches() -> None:
+    found = find_units(Chooses(), X)
+    assert set(found.units) == {"down"}
+    found = find_units(Chooses(), X, [(X, True)])
+    assert set(found.units) == {"down2"}
+    assert "read elsewhere" in found.left_alone["down"]
+    assert "read elsewhere" in found.left_alone["up2"]

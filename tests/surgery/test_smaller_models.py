@@ -244,3 +244,67 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused() -> None:
     after = torch.optim.Adafactor(result.model.parameters())
     with pytest.raises(ValueError, match="cannot be carried over"):
         result.carry_state(net, optimizer, after)
+
+
+class Chooses(nn.Module):
+    """Takes another branch when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(8, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.up(x).relu()
+        out: Tensor = self.other(h) if other else self.down(h)
+        return out
+
+
+def test_a_shape_error_in_a_branch_that_was_not_seen_names_the_cause(tmp_path: Path) -> None:
+    net = gated(Chooses().eval())
+    result = compact(net, X)
+    assert result.unused == ["other.weight", "other.bias"]
+    save_compact(result, tmp_path / "small.safetensors")
+    for small in (result.model, load_compact(Chooses, tmp_path / "small.safetensors")):
+        with pytest.raises(RuntimeError) as caught:
+            small(X, True)
+        (note,) = caught.value.__notes__
+        assert "more_examples" in note
+        assert "Chooses" in note
+        compiled: Any = torch.compile(small, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(X), net(X))
+
+
+def test_more_examples_are_compared_too() -> None:
+    net = gated(Chooses().eval())
+    result = compact(net, X, more_examples=[(X, True)])
+    assert "3 closed feed_forward stay" in result.notes[0]
+    for other in (False, True):
+        torch.testing.assert_close(result.model(X, other), net(X, other))
+    assert not compact(gated(mlp()), X, more_examples=[torch.randn(2, 8)]).unused
+
+
+class FusedAttention(GroupedAttention):
+    """Fused projections whose sizes a config holds, as in Phi-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q, self.kv
+        self.config = {"heads": self.heads}
+        self.qkv = nn.Linear(8, 2 * (self.heads + 2 * self.groups))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, at = self.qkv(x), 2 * self.config["heads"]
+        parts = made[..., :at], *made[..., at:].tensor_split([2 * self.groups], -1)
+        q, k, v = (part.unflatten(-1, (part.shape[-1] // 2, 2)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+def test_no_trial_runs_attention_without_heads() -> None:
+    """Where key heads are none, torch divides by zero, which ends the process."""
+    x = torch.randn(2, 5, 8)
+    net = gated(FusedAttention().eval(), x, heads=STATIC)
+    result: Any = compact(net, x)
+    assert "1 closed heads stay" in result.notes[0]
+    torch.testing.assert_close(result.model(x), net(x))
