@@ -1,7 +1,7 @@
 """The landing of a budget: gates frozen on exactly what they may use."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from dg_lightning.budget.budget import GateBudget
 from dg_lightning.gates.protocol import GateLike
 from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
-__all__ = ["FrozenGates", "Landing", "Timetable"]
+__all__ = ["FrozenGates", "Landing", "Mean", "Timetable"]
 
 _MEASUREMENTS = 200  # over a training run, where their interval is not given
 _LANDING = 10  # measurements over which gates land
@@ -18,6 +18,9 @@ _LANDING = 10  # measurements over which gates land
 _TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
 ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
 LEAST = 1e-6  # share that something is at least taken to use
+
+
+Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
 
 
 class Timetable(NamedTuple):
@@ -115,11 +118,17 @@ class Landing:
         here = float(self.budget.used())  # by the last pass, which may differ from it
         return self.budget.shift_for(target if used < LEAST else here * target / used)
 
-    def apply(self, shift: float) -> None:
-        """Shift the gates, and restart the measurements."""
+    def apply(self, shift: float, mean: Mean) -> None:
+        """Shift the gates, and restart the measurements.
+
+        Args:
+            shift: The shift, equal on all ranks.
+            mean: Mean of a value over ranks, so that all of them record the same use.
+        """
         if shift:
             self.measurements = 0
-            before, after = float(self.budget.used()), float(self.budget.used(shift))
+            before = float(mean(self.budget.used()))
+            after = float(mean(self.budget.used(shift)))
             self.used = after if before < LEAST else self.used * after / before
             self.budget.shift(shift)
 

@@ -1,19 +1,16 @@
 """One budget over a training run: λ, the share that may be used, validation, the landing."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from dg_lightning.budget.budget import GateBudget
-from dg_lightning.budget.landing import ENOUGH_MEASUREMENTS, LEAST, Landing
+from dg_lightning.budget.landing import ENOUGH_MEASUREMENTS, LEAST, Landing, Mean
 from dg_lightning.budget.multiplier import Multiplier
 
 __all__ = ["Regulator"]
-
-Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
 
 _MISSED = 0.05  # of the budget
 _RECENT = 2  # measurements: more would lag behind gates that close, one may be of a small batch
@@ -110,7 +107,7 @@ class Regulator:
 
     def _shift(self, shift: float, mean: Mean) -> None:
         own = torch.tensor(shift, device=self.budget.device)
-        self.landing.apply(float(mean(own)))  # on all ranks alike
+        self.landing.apply(float(mean(own)), mean)  # on all ranks alike
 
     def start_validation(self) -> None:
         """Forget the last validation."""

@@ -49,7 +49,9 @@ class WatchedUnits:
         weight = as_matrix(self.consumer, self.consumer.weight)
         self.size = weight.shape[1]
         # Running means of |h| and h, not corrected for their start, and passes since that.
-        self.activity, self.mean, self.age = weight.new_zeros(3, self.size).unbind()
+        # In half precision the means would stop moving, and ages would stop at 2,048.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.activity, self.mean, self.age = weight.new_zeros(3, self.size, dtype=wide).unbind()
 
     def watch(self) -> Any:
         """Look at training passes from now on; return the handle that ends it."""
@@ -60,7 +62,7 @@ class WatchedUnits:
         if not consumer.training:
             return
         x = first_tensor(args, kwargs).detach().movedim(unit_axis(consumer), -1)
-        rows = x.reshape(-1, self.size).float()
+        rows = x.reshape(-1, self.size).to(self.activity.dtype)
         self.activity, self.mean, self.age = (
             values.to(rows.device) for values in (self.activity, self.mean, self.age)
         )
@@ -77,7 +79,7 @@ class WatchedUnits:
     def utility(self, figures: Tensor) -> Tensor:
         """Return what units carry: their mean size times their outgoing weights."""
         weight = as_matrix(self.consumer, self.consumer.weight)
-        return figures[0] * weight.abs().sum((0, 2))
+        return figures[0] * weight.to(figures.dtype).abs().sum((0, 2))
 
     def is_dormant(self, figures: Tensor, threshold: float) -> Tensor:
         """Return which units act less than a share of their layer's mean.
@@ -128,7 +130,8 @@ class WatchedUnits:
         outgoing = torch.zeros_like(weight, dtype=torch.bool)
         as_matrix(self.consumer, outgoing)[:, units] = True
         if self.consumer.bias is not None:
-            lost = as_matrix(self.consumer, weight).sum(-1) @ (figures[1] * units).to(weight.dtype)
+            matrix = as_matrix(self.consumer, weight).to(figures.dtype)
+            lost = (matrix.sum(-1) @ (figures[1] * units)).to(weight.dtype)
             if (protected := protected_mask(self.consumer)) is not None:
                 lost = lost * ~as_matrix(self.consumer, protected).flatten(1).any(1)
             self.consumer.bias += lost
@@ -146,8 +149,10 @@ class WatchedUnits:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`."""
-        self.activity, self.mean = state["activity"].clone(), state["mean"].clone()
-        self.age = state["age"].clone()
+        wide = self.activity.dtype
+        self.activity, self.mean, self.age = (
+            state[key].to(wide, copy=True) for key in ("activity", "mean", "age")
+        )
 
 
 def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, WatchedUnits]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from dg_lightning import GatedMLP, gate_layers
 from dg_lightning.budget.budget import GateBudget
@@ -26,6 +26,11 @@ def random_net(seed: int, kind: str = "static", **gate: Any) -> GatedMLP:
         nn.init.normal_(parameter)
     net(torch.randn(16, 12))
     return net
+
+
+def alone(value: Tensor) -> Tensor:
+    """Return the mean over the ranks of a run of one process."""
+    return value
 
 
 def budget_of(net: nn.Module, share: float, measure: Any = "macs") -> GateBudget:
@@ -116,7 +121,7 @@ def test_a_landing_is_spread_over_measurements() -> None:
     landing = Landing(budget_of(net, 0.2))
     used = [landing.budget.used().item()]
     for step in range(1, 6):
-        landing.apply(landing.approach(landing.budget.used(), step / 5))
+        landing.apply(landing.approach(landing.budget.used(), step / 5), alone)
         net(torch.randn(16, 12))
         used.append(landing.budget.used().item())
         assert landing.landed == (step == 5)
@@ -135,9 +140,9 @@ def test_a_landing_from_nothing_open_opens_what_may_be_used(measure: Any) -> Non
     landing = Landing(budget_of(net, 0.5, measure))
     assert landing.budget.used() == 0
     for progress in (-1.0, 0.5, 1.0):  # below 0: resumed in a longer training
-        landing.apply(landing.approach(landing.budget.used(), progress))
+        landing.apply(landing.approach(landing.budget.used(), progress), alone)
         net(torch.randn(16, 12))
-    landing.apply(landing.correct(landing.budget.used(), 10))
+    landing.apply(landing.correct(landing.budget.used(), 10), alone)
     net(torch.randn(16, 12))
     assert 0.3 < landing.budget.used().item() <= 0.5
 
@@ -152,7 +157,7 @@ def test_a_landing_before_its_time_changes_nothing() -> None:
 def test_a_landing_trusts_several_measurements_of_gate_nets() -> None:
     net = random_net(3, "dynamic")
     landing = Landing(budget_of(net, 0.9))
-    landing.apply(landing.approach(landing.budget.used(), 1.0))
+    landing.apply(landing.approach(landing.budget.used(), 1.0), alone)
     assert landing.landed
     assert [landing.correct(torch.tensor(0.2)) for _ in range(9)] == [0.0] * 9
     assert landing.correct(torch.tensor(0.2)) > 0

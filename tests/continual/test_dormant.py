@@ -124,3 +124,33 @@ def test_units_of_finished_tasks_are_not_free() -> None:
     protected[1, 2] = True
     set_protected(net[0], protected)
     assert watched(net).is_free().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_figures_are_right_whatever_the_precision_of_the_weights(dtype: torch.dtype) -> None:
+    net = net_of(4, 5, 2).to(dtype)
+    units, x = watched(net, decay=0.99), torch.randn(64, 4).to(dtype)
+    units.watch()
+    passes = 600  # beyond the integers that bfloat16 can count
+    for _ in range(passes):
+        net(x)
+    size, mean, age = units.figures()
+    assert size.dtype == torch.promote_types(dtype, torch.float32)
+    hidden = net[:2](x).detach().to(size.dtype)
+    torch.testing.assert_close(size, hidden.abs().mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mean, hidden.mean(0), rtol=1e-4, atol=1e-6)
+    assert age.tolist() == [passes] * 5
+    wide = net[2].weight.detach().to(size.dtype).abs().sum(0)
+    torch.testing.assert_close(units.utility(units.figures()), size * wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_state_goes_on_in_another_precision(dtype: torch.dtype) -> None:
+    before, after = watched(net_of(4, 5, 2).to(dtype)), watched(net_of(4, 5, 2))
+    before.watch()
+    for _ in range(3):
+        before.consumer(torch.randn(64, 5, dtype=dtype))
+    after.load_state_dict(before.state_dict())
+    after.watch()
+    after.consumer(torch.randn(64, 5))
+    assert after.figures()[2].tolist() == [4] * 5
