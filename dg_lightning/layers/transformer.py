@@ -68,7 +68,9 @@ class Attention(nn.Module):
     @override
     def forward(self, h: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         batch, tokens, _ = h.shape
-        qkv = self.qkv(h).reshape(batch, tokens, 3, -1, self.head_size)
+        qkv = self.qkv(h)
+        heads = qkv.shape[-1] // (3 * self.head_size)
+        qkv = qkv.reshape(batch, tokens, 3, heads, self.head_size)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key, value = cache.extend(self, key, value)

@@ -101,6 +101,8 @@ class BlockGatedMLP(GatedMLP):
     def _can_record(self, x: Tensor) -> bool:
         if self.engine not in ("auto", "graph") or not x.is_cuda or x.dtype.itemsize != 2:
             return False
+        if not x.numel():
+            return False
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         if torch.is_autocast_enabled("cuda") or torch.cuda.is_current_stream_capturing():
@@ -172,8 +174,8 @@ class BlockGatedMLP(GatedMLP):
         gate = layer.gate
         return (
             engine != "masked"
-            and not torch.compiler.is_compiling()
             and isinstance(gate, Gate)
+            and self._runner.may_skip(gate)
             and gate.input_dependent
             and (gate.policy in HARD_POLICIES or not gate.training)
             and isinstance(layer.norm, nn.Identity)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dg_lightning.gates import Gate
 from dg_lightning.runtime.engines import dense, run_blocks, run_open_rows
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.feed_forward import FeedForward, elementwise
 from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
 __all__ = ["Engine", "Fastest", "Runner", "candidates", "fastest_engine", "run_gated"]
@@ -86,6 +86,7 @@ class Runner:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.was_compiled = False  # whether torch.compile has traced a layer
         # By the place of the layer: measurements, and views of its weights.
         self._fastest: dict[Hashable, dict[Any, Fastest]] = {}
         self._views: dict[Hashable, dict[Any, Any]] = {}
@@ -102,11 +103,24 @@ class Runner:
     ) -> Tensor:
         """Return what a feed-forward makes of rows ``(rows, width)``; `place` names the layer."""
         views = self._views.setdefault(place, {})
-        maps = first, activation, second
+        maps = first, elementwise(activation), second
         net = FeedForward.of(*maps, gate.block_size, other, gate.scale is not None, views)
         tensors = (x, *net.tensors, *gate.parameters())
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return run_gated(self._name(x, gate, net, needs_grad, place), x, gate, net)
+        name = self._name(x, gate, net, needs_grad, place) if len(x) else "dense"
+        return run_gated(name, x, gate, net)
+
+    def may_skip(self, gate: Gate) -> bool:
+        """Return whether blocks that a gate closes may be skipped.
+
+        A gate that does not scale learns from closed blocks. Past its limit of recompilations,
+        torch.compile runs a model uncompiled, which must not change what is learned.
+        """
+        if torch.compiler.is_compiling():
+            self.was_compiled = True
+            return False
+        learns = gate.training and torch.is_grad_enabled() and gate.scale is None
+        return not (learns and self.was_compiled)
 
     def _name(
         self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool, place: Hashable

@@ -1,13 +1,56 @@
 """A feed-forward with gated units, the input of every engine."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "Blocks", "FeedForward"]
+__all__ = ["Block", "Blocks", "FeedForward", "elementwise"]
+
+_ELEMENTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+
+
+def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return an activation that can be applied block by block, not in place.
+
+    Raises:
+        ValueError: If it may mix units, have parameters or draw random numbers.
+    """
+    if type(activation) not in _ELEMENTWISE:
+        raise ValueError(
+            "Engines that skip blocks need an elementwise activation of torch.nn without "
+            f"parameters and chance, got {activation}: use engine='masked'."
+        )
+    if getattr(activation, "inplace", False):
+        activation = copy(activation)
+        vars(activation)["inplace"] = False
+    return activation
 
 
 class Block(NamedTuple):

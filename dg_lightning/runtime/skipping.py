@@ -63,17 +63,18 @@ class Skip:
         if gate is None or not self._applies(layer, gate):
             return None
         parts = layer.first, layer.activation, layer.second
-        out = self.runner(h.reshape(-1, h.shape[-1]), gate, *parts, self.place, layer.other)
-        return out.view(*h.shape[:-1], -1)
+        rows = h.reshape(h.shape[:-1].numel(), h.shape[-1])
+        out = self.runner(rows, gate, *parts, self.place, layer.other)
+        return out.view(*h.shape[:-1], out.shape[-1])
 
     def _applies(self, layer: GatedFeedForward, gate: Gate) -> bool:
-        learns = gate.training and torch.is_grad_enabled()
+        learns = gate.training and torch.is_grad_enabled() and gate.scale is None
         own = vars(gate).get("hooks")  # of `add_gates`
         parts = gate, layer.first, layer.other, layer.activation, layer.second
         return (
-            gate.input_dependent
-            and not torch.compiler.is_compiling()
+            self.runner.may_skip(gate)
+            and gate.input_dependent
             and (gate.policy in HARD_POLICIES or not gate.training)
-            and not (learns and gate.scale is None and self.runner.engine == "auto")
-            and not any(part is not None and has_hooks(part, own) for part in parts)
+            and not (learns and self.runner.engine == "auto")
+            and not any(isinstance(part, nn.Module) and has_hooks(part, own) for part in parts)
         )
