@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,23 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
     Lightning writes to the temporary folder and copies from there, which truncates the last good
     checkpoint if the disk is full.
 
+    Args:
+        read: Checkpoints that have been read and checked, by path: they are not read again.
+
     >>> import lightning.pytorch as pl
     >>> trainer = pl.Trainer(plugins=[WholeFileCheckpointIO()], accelerator="cpu", logger=False)
     """
+
+    def __init__(self, read: Mapping[str, dict[str, Any]] | None = None) -> None:
+        super().__init__()
+        self._read = dict(read or {})
+
+    @override
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        if str(path) in self._read:
+            return self._read.pop(str(path))
+        content: dict[str, Any] = super().load_checkpoint(path, *args, **options)
+        return content
 
     @override
     def save_checkpoint(

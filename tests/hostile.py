@@ -2,10 +2,16 @@
 
 import os
 import pickle
+import resource
+import signal
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NoReturn
 
 import torch
 
@@ -145,3 +151,107 @@ def is_untouched(folder: Path) -> bool:
 def pickled_bomb() -> bytes:
     """Return a pickle that runs a command."""
     return pickle.dumps({"data": Bomb(), "labels": [0]}, protocol=2)
+
+
+class TookTooLong(BaseException):
+    """No `Exception`, so that no handler turns a hang into a message."""
+
+
+@contextmanager
+def time_limit(seconds: int = 20) -> Iterator[None]:
+    """Fail if the block does not end, as with data that is exponentially large."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise TookTooLong(f"It did not end within {seconds} s.")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def memory_limit(gigabytes: float = 3.0) -> Iterator[None]:
+    """Let this process take only so much more memory, so that a bomb harms no other program."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + int(gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class AnsweringServer(ThreadingHTTPServer):
+    """Gives the k-th answer to the k-th download of a path, and the last one ever after.
+
+    Args:
+        answers: What each path answers, in order.
+    """
+
+    def __init__(self, answers: Mapping[str, Sequence[bytes]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answering)
+        self.answers = answers
+        self.downloads: Counter[str] = Counter()
+
+    def url(self, path: str) -> str:
+        """Return the address of a path."""
+        return f"http://127.0.0.1:{self.server_port}{path}"
+
+
+class _Answering(BaseHTTPRequestHandler):
+    server: AnsweringServer
+
+    def do_HEAD(self) -> None:
+        self._next_answer()
+
+    def do_GET(self) -> None:
+        body = self._next_answer()
+        self.server.downloads[self.path] += 1
+        self.wfile.write(body)
+
+    def _next_answer(self) -> bytes:
+        answers = self.server.answers[self.path]
+        body = answers[min(self.server.downloads[self.path], len(answers) - 1)]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return body
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextmanager
+def serving(answers: Mapping[str, Sequence[bytes]]) -> Iterator[AnsweringServer]:
+    """Run a server with these answers."""
+    with AnsweringServer(answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def doubled(times: int) -> list[Any]:
+    """Return a list that holds 2 to the power of `times` texts, in `times` small lists."""
+    found: list[Any] = ["a"]
+    for _ in range(times):
+        found = [found, found]
+    return found
+
+
+def endless_list() -> list[Any]:
+    """Return a list that holds itself."""
+    found: list[Any] = []
+    found.append([found])
+    return found
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a list in a list in a list."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found

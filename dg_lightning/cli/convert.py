@@ -9,14 +9,18 @@ import lightning.pytorch as pl
 import torch
 
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.trained import add_checkpoint_options, load_data, resolve_checkpoint
+from dg_lightning.cli.trained import (
+    add_checkpoint_options,
+    load_data,
+    load_model,
+    resolve_checkpoint,
+)
 from dg_lightning.files import replacing, write_text
 from dg_lightning.gates import GateSettings
 from dg_lightning.study.tables import markdown_table
 from dg_lightning.surgery import Converted, convert
 from dg_lightning.training.checkpoint import read_checkpoint
 from dg_lightning.training.module import GatedModule
-from dg_lightning.training.spec import import_class
 
 __all__ = ["run_convert"]
 
@@ -53,7 +57,7 @@ def run_convert(args: list[str]) -> None:
     done: list[Converted] = []
     for budget in budgets:
         pl.seed_everything(given.seed, verbose=False)
-        model = _load(path)
+        model = load_model(path).to("cuda" if torch.cuda.is_available() else "cpu")
         data: Any = load_data(path, given.data_root, needed_by="convert")
         data.setup("fit")
         settings: GateSettings = {
@@ -82,14 +86,6 @@ def run_convert(args: list[str]) -> None:
     table = _table(done)
     write_text(output / "conversion.md", table + "\n")
     print(table)
-
-
-def _load(path: str) -> GatedModule:
-    class_path = read_checkpoint(path).get("hyper_parameters", {}).get("_class_path")
-    if not isinstance(class_path, str):
-        raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
-    model = import_class(class_path, GatedModule).load_from_checkpoint(path, map_location="cpu")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> None:

@@ -34,7 +34,7 @@ from dg_lightning.cli.runs import (
 from dg_lightning.cli.summary import find_non_finite, print_summary
 from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import WholeFileCheckpointIO
-from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.checkpoint import limited_to_weights, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import check_classes, import_class, modules_named
 
@@ -95,6 +95,7 @@ class GateCLI(LightningCLI):
         # Creating the parsers of all commands takes a quarter of the start-up time.
         wanted = {name: skip for name, skip in commands.items() if name in args[:1]} or commands
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
+        self._read: dict[str, dict[str, Any]] = {}  # the checkpoint, by its path
         self._saved_hparams: dict[str, Any] | None = None  # of our own checkpoint
         self._preparation: dict[str, Any] | None = None  # of its training data
         super().__init__(*classes, args=args, **options)  # type: ignore[misc]
@@ -158,6 +159,7 @@ class GateCLI(LightningCLI):
             return
         # Modules named on the command line are trusted.
         checkpoint = read_checkpoint(path, also=modules_named(given))
+        self._read = {str(path): checkpoint}
         self._preparation = preparation_in(checkpoint)
         saved = dict(checkpoint.get("hyper_parameters", {}))
         if is_ours:
@@ -215,7 +217,9 @@ class GateCLI(LightningCLI):
         if self._saved_hparams is None:
             return class_type(**self._plain_settings()["model"]["init_args"])
         saved = dict(self._saved_hparams)
-        return import_class(saved.pop("_class_path"), GatedModule)(**saved)
+        ((path, checkpoint),) = self._read.items()
+        with limited_to_weights(checkpoint, path):
+            return import_class(saved.pop("_class_path"), GatedModule)(**saved)
 
     @override
     def instantiate_classes(self) -> None:
@@ -246,7 +250,7 @@ class GateCLI(LightningCLI):
         if isinstance(trainer, CheckingTrainer):
             trainer.arguments = dict(self.config_init[self.config.subcommand].trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeFileCheckpointIO()
+            trainer.strategy.checkpoint_io = WholeFileCheckpointIO(self._read)
         return trainer
 
     def after_fit(self) -> None:

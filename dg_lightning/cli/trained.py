@@ -1,5 +1,8 @@
 """Loading of trained nets and their data from checkpoints."""
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from torch import Tensor
 from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
 from dg_lightning.cli.runs import add_config_option, newest_run
-from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.checkpoint import opened, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_trusted, import_class
 
@@ -26,6 +29,7 @@ __all__ = [
     "input_shape",
     "load_data",
     "load_inputs",
+    "load_model",
     "load_net",
     "resolve_checkpoint",
 ]
@@ -40,10 +44,20 @@ def add_checkpoint_options(parser: OneLineErrorParser) -> None:
 
 
 def resolve_checkpoint(given: Any) -> str:
-    """Return the path of the selected checkpoint."""
+    """Return the path of the selected checkpoint; one behind a URL is downloaded once."""
     if (given.ckpt_path is None) == (given.config is None):
         raise refusal("Give either --ckpt_path, or --config for the newest run of a config.")
-    return newest_run(given.config) if given.ckpt_path is None else given.ckpt_path
+    if given.ckpt_path is None:
+        return newest_run(given.config)
+    path: str = given.ckpt_path
+    if "://" not in path:
+        return path
+    folder = tempfile.mkdtemp(prefix="dg-lightning-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    local = Path(folder, "downloaded.ckpt")
+    with opened(path) as source, local.open("wb") as file:
+        shutil.copyfileobj(source, file)
+    return str(local)
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
@@ -53,13 +67,19 @@ def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
     return batch_sizes
 
 
+def load_model(path: str) -> GatedModule:
+    """Return the LightningModule of a checkpoint, from one reading of the file."""
+    with opened(path) as file:
+        saved = read_checkpoint(file, name=path).get("hyper_parameters", {})
+        class_path = saved.get("_class_path")
+        if not isinstance(class_path, str):
+            raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+        return import_class(class_path, GatedModule).load_from_checkpoint(file, "cpu")
+
+
 def load_net(path: str) -> GatedMLP:
     """Return the net of a checkpoint, in evaluation mode, without gradients."""
-    saved = read_checkpoint(path).get("hyper_parameters", {})
-    class_path = saved.get("_class_path")
-    if not isinstance(class_path, str):
-        raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
-    model = import_class(class_path, GatedModule).load_from_checkpoint(path, map_location="cpu")
+    model = load_model(path)
     net = model.net
     if not isinstance(net, GatedMLP):
         raise refusal(
@@ -134,7 +154,7 @@ def _move(arguments: dict[str, Any], root: str) -> None:
 def _read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise refusal(f"{path} is not plain YAML ({one_line(str(error))}): fix it.") from error
 
 

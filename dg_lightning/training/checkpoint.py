@@ -1,7 +1,11 @@
 """Reading a checkpoint without running any code that it names."""
 
 import pickle
-from collections.abc import Iterable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -9,19 +13,75 @@ import fsspec
 import lightning.pytorch as pl
 import torch
 import yaml
+from packaging.version import InvalidVersion, Version
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dg_lightning.training.spec import check_trusted
 
-__all__ = ["TrustedLoading", "preparation_in", "read_checkpoint"]
+__all__ = [
+    "TrustedLoading",
+    "is_finite",
+    "limited_to_weights",
+    "opened",
+    "preparation_in",
+    "read_checkpoint",
+]
 
 _UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError)
 # Where Lightning looks for hyper-parameters; the others are of its first versions.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _OUTDATED = ("hparams", "module_arguments", "hparams_type")
 _NOT_OF_DATA = (*_HYPER_PARAMETERS, "callbacks", "loops", "state_dict")
+_VERSION = "pytorch-lightning_version"
+_MAX_EXPANDED = 2**20  # entries of a tensor that is larger than what the file holds of it
+_SPARE_ENTRIES = 10**5  # that a model may have beyond four times its saved weights
+_FACTORIES: set[Callable[..., Any]] = {
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.normal,
+    torch.ones,
+    torch.rand,
+    torch.randint,
+    torch.randn,
+    torch.randperm,
+    torch.zeros,
+}
 
 
-def read_checkpoint(source: str | Path | IO[bytes], also: Iterable[str] = ()) -> dict[str, Any]:
+@contextmanager
+def opened(source: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    """Yield a checkpoint as an open file, so that what is checked is what is loaded.
+
+    A URL is downloaded once, into a file that nobody else can change.
+    """
+    if not isinstance(source, (str, Path)):
+        yield source
+    elif "://" in str(source):
+        with fsspec.open(str(source), "rb") as stream, tempfile.TemporaryFile() as file:
+            shutil.copyfileobj(stream, file)
+            file.seek(0)
+            yield file
+    else:
+        with _local_path(source).open("rb") as file:
+            yield file
+
+
+def _local_path(source: str | Path) -> Path:
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(
+            f"There is no checkpoint {str(source)!r}: give the path of one with --ckpt_path."
+        )
+    return path
+
+
+def read_checkpoint(
+    source: str | Path | IO[bytes], also: Iterable[str] = (), name: str | Path | None = None
+) -> dict[str, Any]:
     """Return a Lightning checkpoint, if it names classes of trusted packages only.
 
     Tensors of a local file stay on the disk. An open file is left where it was.
@@ -29,49 +89,65 @@ def read_checkpoint(source: str | Path | IO[bytes], also: Iterable[str] = ()) ->
     Args:
         source: A path, a URL or an open file.
         also: Further packages that are trusted this time.
+        name: How messages call an open file.
 
     Raises:
         ValueError: If it is no checkpoint, or not to be trusted.
     """
     if isinstance(source, (str, Path)) and "://" in str(source):
-        with fsspec.open(str(source), "rb") as stream:
-            return read_checkpoint(stream, also)
+        with opened(source) as file:
+            return read_checkpoint(file, also, source)
     is_path = isinstance(source, (str, Path))
-    name = repr(str(source)) if is_path else "The file"
-    if isinstance(source, (str, Path)) and not Path(source).exists():
-        raise ValueError(f"There is no checkpoint {name}: give the path of one with --ckpt_path.")
-    start = 0 if isinstance(source, (str, Path)) else source.tell()
+    shown = source if isinstance(source, (str, Path)) else name
+    named = "The file" if shown is None else repr(str(shown))
+    start = 0
+    if isinstance(source, (str, Path)):
+        _local_path(source)
+    else:
+        start = source.tell()
     try:
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_path)
     except _UNREADABLE as error:
-        if "GLOBAL" in str(error) or _first_byte(source) == pickle.PROTO:
+        if "GLOBAL" in str(error) or _first_byte(source, start) == pickle.PROTO:
             raise ValueError(
-                f"{name} holds Python objects, which may run code when they are read: give a "
+                f"{named} holds Python objects, which may run code when they are read: give a "
                 "checkpoint of tensors and plain values."
             ) from error
         raise ValueError(
-            f"{name} is not a checkpoint, or was cut short: give another with --ckpt_path."
+            f"{named} is not a checkpoint, or was cut short: give another with --ckpt_path."
         ) from error
     if not isinstance(source, (str, Path)):
         source.seek(start)
-    return _checked(content, name, also)
+    return _checked(content, named, also)
 
 
-def _first_byte(source: str | Path | IO[bytes]) -> bytes:
-    if not isinstance(source, (str, Path)) or not Path(source).is_file():
+def _first_byte(source: str | Path | IO[bytes], start: int) -> bytes:
+    if not isinstance(source, (str, Path)):
+        source.seek(start)
+        return source.read(1)
+    if not Path(source).is_file():
         return b""
     with Path(source).open("rb") as file:
         return file.read(1)
 
 
 def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
+    if not isinstance(content, dict) or _VERSION not in content:
         raise ValueError(f"{source} holds no checkpoint of a Trainer: give another one.")
+    try:
+        Version(content[_VERSION])
+    except (InvalidVersion, TypeError) as error:
+        raise ValueError(
+            f"{source}: `{_VERSION}` is no version, got {content[_VERSION]!r}: give another "
+            "checkpoint."
+        ) from error
     if not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{source} holds no `state_dict`, the weights: give another checkpoint.")
     for name, tensor in content["state_dict"].items():
-        if isinstance(tensor, torch.Tensor) and bool(tensor.isnan().any()):
-            raise ValueError(f"{source} holds weights that are no numbers ({name}): give another.")
+        if reason := _rejection_reason(tensor):
+            raise ValueError(f"{source} holds {reason} ({name}): give another checkpoint.")
+    if any(map(_is_expanded, _tensors(content))):
+        raise ValueError(f"{source} holds tensors larger than itself: give another checkpoint.")
     for key in _OUTDATED:
         if key in content:
             raise ValueError(
@@ -82,6 +158,104 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"{source}: `{key}` is not a dict: give another checkpoint.")
         check_trusted(content.get(key, {}), source, also)
     return content
+
+
+def _rejection_reason(weight: Any) -> str | None:
+    """Return why something is no weight, None if it is one."""
+    if not isinstance(weight, Tensor):
+        # Modules may save plain values as their extra state.
+        return None if isinstance(weight, dict | bytes) else "weights that are no tensor"
+    if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout != torch.strided:
+        return "weights that are no plain tensor"
+    if weight.is_complex():
+        return "weights that are complex"
+    if _is_expanded(weight):
+        return "weights larger than the file"
+    if not weight.is_floating_point():
+        return None
+    if is_finite(weight):
+        return None
+    is_mask = bool(((weight == 0) | weight.isneginf()).all())  # as attention adds to its scores
+    return None if is_mask and bool((weight == 0).any()) else "weights that are no finite numbers"
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Return whether all values are finite, in float32 too."""
+    return bool(weight.isfinite().all()) and bool(weight.to(torch.float32).isfinite().all())
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+        return False
+    size = tensor.numel() * tensor.element_size()
+    return size > max(tensor.untyped_storage().nbytes(), _MAX_EXPANDED)
+
+
+def _tensors(content: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested values."""
+    pending, seen = [content], set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(value.values() if isinstance(value, Mapping) else value)
+
+
+def limited_to_weights(
+    checkpoint: Mapping[str, Any], source: object
+) -> AbstractContextManager[Any]:
+    """Refuse to make models much larger than the weights of a checkpoint.
+
+    Hyper-parameters could ask for any number of units or layers. Lazy modules are not limited.
+
+    Args:
+        checkpoint: The checkpoint.
+        source: Where it comes from, to be named in the message.
+    """
+    weights = [w for w in checkpoint["state_dict"].values() if isinstance(w, Tensor)]
+    if any(isinstance(w, torch.nn.UninitializedParameter) for w in weights):
+        return nullcontext()
+    return _EntryLimit(4 * sum(w.numel() for w in weights) + _SPARE_ENTRIES, source)
+
+
+class _EntryLimit(TorchFunctionMode):
+    """Refuses to create tensors with more entries in all than a limit."""
+
+    def __init__(self, limit: int, source: object) -> None:
+        super().__init__()
+        self.limit, self.entries, self.source = limit, 0, source
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.clone:
+            self._add(args[0].numel())
+        elif func in _FACTORIES:
+            options = {k: v for k, v in kwargs.items() if k not in ("generator", "out")}
+            try:
+                self._add(func(*args, **{**options, "device": "meta", "pin_memory": False}).numel())
+            except (RuntimeError, TypeError, OverflowError):  # too large, or torch will say so
+                self._add(max(_integers(args), default=0))
+        return func(*args, **kwargs)
+
+    def _add(self, entries: int) -> None:
+        self.entries += entries
+        if self.entries > self.limit:
+            raise ValueError(
+                f"{self.source}: the hyper-parameters ask for a model much larger than its "
+                "weights, give another checkpoint."
+            )
+
+
+def _integers(values: Any) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _integers(value)
 
 
 def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
@@ -112,13 +286,40 @@ class TrustedLoading(pl.LightningModule):
         See `dg_lightning.trust`. With `weights_only=False` nothing is checked: reading such a file
         may run any code.
         """
-        if weights_only is not False:
-            saved = read_checkpoint(checkpoint_path)
+        if weights_only is False:
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, False, **kwargs
+            )
+        with opened(checkpoint_path) as file:
+            shown = checkpoint_path if isinstance(checkpoint_path, (str, Path)) else None
+            saved = read_checkpoint(file, name=shown)
             # Lightning's command line would let its parser import what the other values name.
             if "_instantiator" in saved.get("hyper_parameters", {}):
                 raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
             if hparams_file is not None:
-                check_trusted(yaml.safe_load(Path(hparams_file).read_text("utf-8")), hparams_file)
-        return super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only is not False, **kwargs
-        )
+                kwargs = _read_hparams(cls, Path(hparams_file)) | kwargs
+            with limited_to_weights(saved, "The checkpoint" if shown is None else shown):
+                return super().load_from_checkpoint(
+                    file, map_location, strict=strict, weights_only=True, **kwargs
+                )
+
+
+def _read_hparams(cls: type, path: Path) -> dict[str, Any]:
+    """Return the hyper-parameters of a YAML file, if they are plain values that may be trusted.
+
+    Lightning would read the file again, and import what `_instantiator` names.
+    """
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ValueError(f"`hparams_file` must be a .yaml file, got {str(path)!r}.")
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"`hparams_file` {str(path)!r} is not plain YAML: fix it.") from error
+    if not isinstance(values, dict) or "_instantiator" in values:
+        raise ValueError(f"`hparams_file` {str(path)!r} holds no hyper-parameters of a module.")
+    check_trusted(values, path)
+    # Lightning's own file has those of the data too.
+    known = {key: value for key, value in values.items() if key in signature(cls).parameters}
+    if not known:
+        raise ValueError(f"`hparams_file` {str(path)!r} has no argument of {cls.__name__}.")
+    return known

@@ -21,7 +21,7 @@ from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.surgery import restore_gates
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.captured import CapturedSteps
-from dg_lightning.training.checkpoint import TrustedLoading, preparation_in
+from dg_lightning.training.checkpoint import TrustedLoading, is_finite, preparation_in
 from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
 from dg_lightning.training.optimizers import (
     build_optimizers,
@@ -251,6 +251,13 @@ class GatedModule(CapturedSteps, TrustedLoading):
             rank_zero_warn(_SPARSE)
         self.preparation = preparation_in(checkpoint)
         restore_gates(self, checkpoint)
+        for name, _ in self.named_parameters():
+            weight = checkpoint["state_dict"].get(name)
+            if isinstance(weight, Tensor) and not is_finite(weight):
+                raise ValueError(
+                    f"The checkpoint holds weights that are no finite numbers ({name}): give "
+                    "another one."
+                )
 
     @override
     def configure_gradient_clipping(

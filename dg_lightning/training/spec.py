@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_MAX_VALUES, _MAX_DEPTH = 100_000, 100  # of plain values
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
 # Not all of dg_lightning: in a checkout any file of the repository can be imported below it.
 _ROOMS = ("callbacks", "datamodules", "gates", "layers", "runtime", "training")
@@ -83,14 +84,54 @@ def trust(*packages: str) -> None:
     _trusted.update(packages)
 
 
+def _check_size(values: Any, source: object) -> None:
+    """Raise ValueError for plain values that hold themselves, or very many values.
+
+    Lists can share their items, so that a small file asks for more than a computer can hold.
+
+    Args:
+        values: Dicts and lists, as a checkpoint or a config holds them.
+        source: Where they come from, to be named in the message.
+
+    >>> nested = [1]
+    >>> nested.append(nested)
+    >>> _check_size(nested, "a.ckpt")
+    Traceback (most recent call last):
+    ...
+    ValueError: a.ckpt holds values that are nested too deeply or too many: give another file.
+    """
+    known: dict[int, tuple[int, int]] = {}  # values in a container, with repetitions; its height
+
+    def measure(value: Any, depth: int) -> tuple[int, int]:
+        if not isinstance(value, Mapping | list | tuple):
+            return 1, 0
+        if id(value) not in known:
+            count, height = 1, 0
+            for item in value.values() if isinstance(value, Mapping) else value:
+                more, below = (_MAX_VALUES, 0) if depth >= _MAX_DEPTH else measure(item, depth + 1)
+                count, height = count + more, max(height, below + 1)
+                if count > _MAX_VALUES or height > _MAX_DEPTH:
+                    raise ValueError(
+                        f"{source} holds values that are nested too deeply or too many: give "
+                        "another file."
+                    )
+            known[id(value)] = count, height
+        return known[id(value)]
+
+    measure(values, 0)
+
+
 def _class_paths(values: Any) -> Iterator[Any]:
-    """Give every class path in plain values; what stands in the place of one may be anything."""
-    if isinstance(values, Mapping):
-        yield from (values[key] for key in ("class_path", "_class_path") if key in values)
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _class_paths(value)
+    """Yield every `class_path` in plain values, unvalidated."""
+    pending, seen = [values], set()
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, Mapping | list | tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            yield from (value[key] for key in ("class_path", "_class_path") if key in value)
+        pending.extend(value.values() if isinstance(value, Mapping) else value)
 
 
 def modules_named(values: Any) -> set[str]:
@@ -116,6 +157,7 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
     ...
     ValueError: a.ckpt names the class 'os.system', whose package is not trusted: ...
     """
+    _check_size(values, source)
     named = {name.strip() for name in os.environ.get("DG_TRUST", "").split(",")} - {""}
     known = {*_trusted, *named, *also}
     for path in _class_paths(values):
@@ -144,6 +186,7 @@ def check_classes(values: Any) -> None:
     ...
     ValueError: 'os.system' must be a class, and is not: give a path as package.module.Class.
     """
+    _check_size(values, "The config")
     for path in _class_paths(values):
         module, _, name = str(path).rpartition(".")
         found = getattr(importlib.import_module(module), name, None) if module else object

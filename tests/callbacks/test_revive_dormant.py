@@ -7,7 +7,7 @@ import torch
 from foreign_nets import Ungated, data, trainer_for
 from torch import nn
 
-from dg_lightning import GatedMLP
+from dg_lightning import GatedClassifier, GatedMLP
 from dg_lightning.callbacks import ReviveDormant, RigL
 
 
@@ -116,3 +116,30 @@ def test_units_behind_closed_gates_are_left_alone(tmp_path: Path) -> None:
     trainer_for([revive], tmp_path).fit(model, data())
     assert torch.equal(made[:8], before[:8])
     assert not torch.equal(made[8:], before[8:])
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("rule", ["dormant", "utility"])
+def test_units_are_revived_in_every_true_precision(
+    rule: Any, precision: Any, tmp_path: Path
+) -> None:
+    model = silent([2, 5, 7])
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
+    options: Any = {"threshold": 0.0, "every_n_steps": 4} if rule == "dormant" else {"rate": 0.05}
+    revive = ReviveDormant(rule, maturity=2, **options)
+    trainer_for([revive], tmp_path, precision=precision).fit(model, data())
+    assert (biases(model)[[2, 5, 7]] > -1).all()
+    assert model.body[1].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("example", [None, [torch.zeros(2, 1, 8, 8)]], ids=["offered", "given"])
+def test_examples_are_cast_to_the_precision_of_the_weights(
+    example: Any, precision: Any, tmp_path: Path
+) -> None:
+    net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [16, 8]}}
+    sgd: Any = {"class_path": "SGD", "init_args": {"lr": 0.02}}
+    model = GatedClassifier(net, input_shape=[1, 8, 8], num_classes=10, optimizer=sgd)
+    revive = ReviveDormant(threshold=0.0, every_n_steps=4, maturity=2, example=example)
+    trainer_for([revive], tmp_path, precision=precision).fit(model, data())
+    assert set(revive.units) == {"net.hidden.1.linear", "net.output"}

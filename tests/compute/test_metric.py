@@ -65,3 +65,27 @@ result = ledger_over(some_net(), batches).metrics()
     for figures in ranks:
         assert figures == pytest.approx(alone)
         assert figures["compute/macs"] == alone["compute/macs"]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_an_empty_batch_changes_nothing(kind: str) -> None:
+    net, x = some_net(kind), torch.randn(23, 6)
+    alone = ledger_over(net, [x]).metrics()
+    for batches in ([x, x[:0]], [x[:0], x]):
+        assert ledger_over(net, batches).metrics() == pytest.approx(alone)
+
+
+def test_an_empty_batch_of_tokens_changes_nothing() -> None:
+    from dg_lightning.layers import GPT
+
+    gate: Any = {"kind": "dynamic", "block_size": 8, "initial_spread": 1.0}
+    net = GPT([10], 30, width=16, depth=1, heads=2, hidden=32, gate=gate).eval()
+    tokens, reports = torch.randint(30, (3, 10)), []
+    for batches in ([tokens], [tokens, tokens[:0]], [tokens[:0], tokens]):
+        ledger = ComputeLedger(net)
+        for batch in batches:
+            net(batch)
+            ledger.update(net, batch.numel())
+        reports.append(ledger.report(net).metrics())
+    for other in reports[1:]:
+        assert other == pytest.approx(reports[0])

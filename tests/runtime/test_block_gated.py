@@ -260,3 +260,30 @@ def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(3, 12, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivatives: use engine='masked'"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", [(0, 12), (0, 3, 4)], ids=str)
+@pytest.mark.parametrize("scale", [None, "probability"])
+def test_an_empty_batch_makes_an_empty_output(scale: Any, shape: Any, engine: Any) -> None:
+    gate: Any = {**DYNAMIC, "scale": scale}
+    net = randomised(GatedMLP(12, [32, 16], 5, gate=[gate, STATIC]))
+    for fast in (BlockGatedMLP.of(net, engine), BlockGatedMLP.of(net, engine).lay_out_by_unit()):
+        x = torch.randn(shape, requires_grad=True)
+        out = fast(x)
+        assert out.shape == (0, 5)
+        out.sum().backward()
+        assert x.grad is not None
+        with torch.no_grad():
+            assert fast(x).shape == (0, 5)
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
+@pytest.mark.parametrize("activation", [nn.PReLU(), nn.Softmax(-1), nn.Dropout()], ids=str)
+def test_an_activation_that_is_not_elementwise_is_refused(activation: Any, engine: Any) -> None:
+    net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
+    net.layers()[0].activation = activation
+    assert BlockGatedMLP.of(net, "masked")(torch.randn(3, 12)).shape == (3, 5)
+    for training in (True, False):
+        with pytest.raises(ValueError, match=rf"\b{type(activation).__name__}\b"):
+            BlockGatedMLP.of(net.train(training), engine)(torch.randn(3, 12))

@@ -147,3 +147,22 @@ def test_an_unknown_activation_is_refused() -> None:
     net = feed_forward(4, 2, 16, 3, nn.Softplus(), DTYPES[0], device=DEVICE)
     with pytest.raises(ValueError, match="relu, gelu, silu, tanh, got Softplus"):
         run_triton(torch.randn(2, 4, dtype=DTYPES[0], device=DEVICE), torch.ones(2, 2), net)
+
+
+@here
+@pytest.mark.parametrize("glu", [False, True])
+def test_no_samples_make_an_empty_output(glu: bool) -> None:
+    from dg_lightning.runtime.triton_engine import run_triton
+
+    dtype = DTYPES[0]
+    net = feed_forward(24, 3, 16, 20, nn.ReLU(), dtype, device=DEVICE, glu=glu)
+    x = torch.randn(0, 24, dtype=dtype, device=DEVICE, requires_grad=True)
+    gate = torch.ones(0, 3, device=DEVICE)
+    with torch.no_grad():
+        assert run_triton(x, gate, net).shape == (0, 20)
+    out = run_triton(x, gate, net)
+    assert out.shape == (0, 20)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 24)
+    assert not any(t.grad.any() for t in net.tensors if t.grad is not None)

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from dg_lightning import GatedFeedForward, add_gates, gate_layers
 from dg_lightning.compute.whole_net import CountWholeNet
 from dg_lightning.layers import GPT
-from dg_lightning.runtime import dispatch, skip_closed_blocks, skipping
+from dg_lightning.runtime import BlockGatedMLP, dispatch, skip_closed_blocks, skipping
 
 SCALED: Any = {
     "kind": "dynamic",
@@ -81,7 +82,7 @@ def test_where_it_cannot_skip_everything_is_computed() -> None:
             runs.append(args[0])
             return inner(*args)
 
-        run.engine = inner.engine  # type: ignore[attr-defined]
+        vars(run).update(engine=inner.engine, may_skip=inner.may_skip)
         skip.runner = run
 
     x = torch.randn(2, 3, 16)
@@ -190,3 +191,154 @@ def test_auto_measures_each_layer_and_each_again_after_an_evaluation(monkeypatch
         net(x)
     net(x).sum().backward()
     assert measured == 3 * gates
+
+
+@pytest.mark.parametrize("engine", ["auto", "masked", "blocks", "rows"])
+@pytest.mark.parametrize("gate", [SCALED, UNSCALED], ids=["scaled", "plain"])
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (0, 3, 16)], ids=str)
+def test_no_tokens_make_an_output_of_the_right_shape(
+    shape: Any, glu: bool, gate: Any, engine: Any
+) -> None:
+    layer = GatedFeedForward(16, 32, gate=gate, glu=glu)
+    skip_closed_blocks(layer, engine)
+    for training in (True, False):
+        h = torch.randn(shape, requires_grad=True)
+        out = layer.train(training)(h)
+        assert out.shape == shape
+        out.sum().backward()
+        assert h.grad is not None
+        assert h.grad.shape == shape
+        with torch.no_grad():
+            assert layer(h).shape == shape
+    assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("engine", ["auto", "masked", "blocks", "rows"])
+def test_no_tokens_pass_through_whole_models(engine: Any) -> None:
+    ours, put_in = small().float(), small(gate=None).float()
+    add_gates(put_in, feed_forward=UNSCALED, example=torch.randint(30, (3, 10)))
+    for net in (ours, put_in):
+        skip_closed_blocks(net, engine)
+        assert net(torch.randint(30, (0, 10))).shape == (0, 10, 30)
+        with torch.no_grad():
+            assert net.eval()(torch.randint(30, (0, 10))).shape == (0, 10, 30)
+            assert net(torch.randint(30, (0, 1))).shape == (0, 1, 30)
+
+
+class Squares(nn.Module):
+    """Somebody's activation, of which nobody knows that it is elementwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+STRANGE: dict[str, Any] = {
+    "PReLU": nn.PReLU,
+    "Softmax": lambda: nn.Softmax(-1),
+    "Dropout": nn.Dropout,
+    "LayerNorm": lambda: nn.LayerNorm(32),
+    "RReLU": nn.RReLU,
+    "GLU": nn.GLU,
+    "Sequential": lambda: nn.Sequential(nn.PReLU(), nn.Dropout()),
+    "Squares": Squares,
+}
+
+
+def with_activation(layer: Any, activation: Any) -> Any:
+    """Replace the activation of a layer, also by something that is no module."""
+    del layer.activation
+    layer.activation = activation
+    return layer
+
+
+def skipped(layer: Any, engine: Any) -> Tensor:
+    skip_closed_blocks(layer, engine)
+    out: Tensor = layer(torch.randn(3, 16))
+    return out
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
+@pytest.mark.parametrize("name", STRANGE)
+def test_an_activation_that_is_not_known_to_be_elementwise_is_refused(
+    name: str, engine: Any
+) -> None:
+    layer = with_activation(GatedFeedForward(16, 32, gate=SCALED), STRANGE[name]())
+    if name != "GLU":  # which halves the units
+        assert skipped(layer, "masked").shape == (3, 16)  # all is computed
+    for training in (True, False):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            skipped(layer.train(training), engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
+def test_a_function_as_activation_is_refused_unless_it_is_known(engine: Any) -> None:
+    layer = with_activation(GatedFeedForward(16, 32, gate=SCALED), lambda x: x.softmax(-1))
+    with pytest.raises(ValueError, match="activation"):
+        skipped(layer, engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
+def test_an_activation_that_is_replaced_later_is_refused_too(engine: Any) -> None:
+    layer: Any = GatedFeedForward(16, 32, gate=SCALED)
+    skip_closed_blocks(layer, engine)
+    layer(torch.randn(3, 16))
+    layer.activation = nn.PReLU()
+    with pytest.raises(ValueError, match=r"\bPReLU\b"):
+        layer(torch.randn(3, 16))
+
+
+@pytest.mark.parametrize("engine", ["blocks", "rows"])
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.LeakyReLU(0.2, inplace=True), nn.ELU()],
+    ids=str,
+)
+def test_other_elementwise_activations_have_the_values_and_gradients_of_the_masked_net(
+    activation: Any, engine: Any
+) -> None:
+    layer: Any = GatedFeedForward(16, 32, gate=SCALED).double()
+    layer.activation = activation
+    x = torch.randn(7, 16, dtype=torch.float64)
+    expected, wanted = layer(x), gradients(layer, x)
+    skip_closed_blocks(layer, engine)
+    found = gradients(layer, x)
+    torch.testing.assert_close(layer(x), expected)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["feed-forward", "mlp"])
+def test_past_the_recompile_limit_closed_gates_learn_or_a_warning_says_so(kind: str) -> None:
+    """Code that torch gives up compiling runs as it is, where closed blocks are skipped."""
+    import torch._dynamo.config as settings
+
+    torch._dynamo.reset()
+    net: Any = GatedFeedForward(16, 32, gate=UNSCALED)
+    if kind == "mlp":
+        net = BlockGatedMLP(16, [32], 5, gate=UNSCALED, engine="blocks")
+        gate = net.layers()[0].gate
+    else:
+        skip_closed_blocks(net, "blocks")
+        gate = net.gate
+    net.train()
+    compiled: Any = torch.compile(net, backend="eager", dynamic=False)
+    silent = []
+    new: Any = hasattr(settings, "recompile_limit")  # since torch 2.7
+    limit: Any = settings.patch({"recompile_limit" if new else "cache_size_limit": 2})
+    with limit, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in range(3, 9):
+            out = compiled(torch.randn(rows, 16))
+            gate.gate.retain_grad()
+            (out * torch.randn_like(out)).sum().backward()
+            closed = gate.gate.detach() == 0
+            assert closed.any()
+            if not gate.gate.grad[closed].any():
+                silent.append(rows)
+    said = [warning for warning in caught if "gate" in str(warning.message).lower()]
+    assert not silent or len(said) == 1
+    torch._dynamo.reset()

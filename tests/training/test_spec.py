@@ -1,9 +1,19 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from hostile import doubled, endless_list, nested, time_limit
 from torch import nn
 
 from dg_lightning import GatedMLP
-from dg_lightning.training.spec import build, import_class
+from dg_lightning.training.spec import (
+    build,
+    check_classes,
+    check_trusted,
+    import_class,
+    modules_named,
+)
 
 
 class Wrapper(nn.Module):
@@ -73,3 +83,63 @@ def test_bare_names_of_optimizers_and_schedulers() -> None:
 def test_what_is_wrong_is_named(spec: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build(spec, "net", nn.Module)
+
+
+def endless_dict() -> dict[str, Any]:
+    found: dict[str, Any] = {"class_path": "torch.nn.Linear"}
+    found["init_args"] = {"bias": found}
+    return found
+
+
+def doubled_dict() -> dict[str, Any]:
+    found: dict[str, Any] = {"class_path": "torch.nn.Linear"}
+    for _ in range(60):
+        found = {"a": found, "b": (found, found)}
+    return found
+
+
+UNENDING: dict[str, Callable[[], Any]] = {
+    "doubled": lambda: doubled(60),
+    "doubled dicts and tuples": doubled_dict,
+    "itself": endless_list,
+    "itself in a dict": endless_dict,
+    "depth": lambda: nested(100_000),
+}
+
+
+@pytest.mark.parametrize("name", UNENDING)
+def test_values_that_never_end_are_checked_in_time(name: str) -> None:
+    values = [UNENDING[name](), {"class_path": "evil.Net"}]
+    with time_limit(), pytest.raises(ValueError, match=r".") as caught:
+        check_trusted(values, "a.ckpt")
+    assert "a.ckpt" in str(caught.value)
+    assert len(str(caught.value)) < 300
+    with time_limit(), pytest.raises((ValueError, ModuleNotFoundError)):
+        check_classes(values)
+
+
+@pytest.mark.parametrize("name", UNENDING)
+def test_modules_of_values_that_never_end_are_named_in_time(name: str) -> None:
+    values = [UNENDING[name](), {"class_path": "my_models.Net"}]
+    with time_limit():
+        try:
+            found = modules_named(values)
+        except ValueError:
+            return
+    assert "my_models" in found
+
+
+def test_a_foreign_class_behind_a_shared_value_is_found() -> None:
+    shared: list[Any] = [{"class_path": "torch.nn.Linear"}]
+    check_trusted([shared, [shared, shared], {"a": shared}], "a.ckpt")
+    shared.append({"class_path": "evil.Net"})
+    with pytest.raises(ValueError, match=r"evil\.Net"):
+        check_trusted([[1], [shared, shared]], "a.ckpt")
+
+
+def test_equal_values_are_not_taken_for_the_same() -> None:
+    # Temporary lists may be given the place in memory of one that was seen before.
+    values = [[{"class_path": "torch.nn.Linear"}] for _ in range(1000)]
+    values.append([{"class_path": "evil.Net"}])
+    with pytest.raises(ValueError, match=r"evil\.Net"):
+        check_trusted(values, "a.ckpt")
