@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.continual.drift import DriftDetector, DriftReport, OpenCounts, Opened, opened_in
-from dg_lightning.files import write_text
+from dg_lightning.files import write_csv
 from dg_lightning.monitoring import run_folder
 
 __all__ = ["GateDrift"]
@@ -128,12 +128,9 @@ class GateDrift(pl.Callback):
         rank_zero_info(f"GateDrift: {report}.")
         folder = run_folder(trainer)  # which processes agree on
         if trainer.is_global_zero:
-            lines = [
-                "kind,name,score",
-                *(f"gate,{name},{score}" for name, score in report.by_layer.items()),
-                *(f"class,{name},{score}" for name, score in report.by_class.items()),
-            ]
-            write_text(folder / "drift.csv", "\n".join(lines) + "\n")
+            rows = [("gate", *item) for item in report.by_layer.items()]
+            rows += [("class", str(name), score) for name, score in report.by_class.items()]
+            write_csv(folder / "drift.csv", [("kind", "name", "score"), *rows])
         return report
 
     @override

@@ -1,8 +1,10 @@
 """Audio: WAV reading, log-mel features and batched waveform augmentation."""
 
 import os
+import struct
 import wave
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ __all__ = ["FRONT_ENDS", "RATE", "FrontEnd", "LogMel", "ShiftAndNoise", "read_wa
 
 RATE = 16_000  # samples per second
 _FULL_SCALE = 32_768  # 16-bit audio
+_MIN_RATE, _MAX_RATE = 1_000, 768_000
+_MAX_TAPS = 10**7  # of the filters that convert a rate
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
             f"{error}): get it again."
         ) from error
     rate, channels = parameters.framerate, parameters.nchannels
+    if (bits := _bits_per_sample(path)) != 16:
+        raise ValueError(f"{path} must have 16-bit samples, got {bits} bits.")
     expected = parameters.nframes * channels * parameters.sampwidth
-    if parameters.sampwidth != 2:
-        raise ValueError(f"{path} must have 16-bit samples, got {8 * parameters.sampwidth} bits.")
     if len(content) < expected or not content:
         raise ValueError(
             f"{path} is damaged: its header promises {expected} bytes of audio, got "
@@ -124,7 +128,24 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
             f"{path} must have {RATE} samples per second in one channel, got {rate} in {channels}: "
             "choose on_mismatch='convert', or convert the file."
         )
+    taps = rate // gcd(rate, RATE) * (RATE // gcd(rate, RATE)) if rate else 0
+    if not _MIN_RATE <= rate <= _MAX_RATE or taps > _MAX_TAPS:
+        raise ValueError(
+            f"{path} must have a usual number of samples per second, got {rate}: convert the file."
+        )
     return _resample(samples, rate)
+
+
+def _bits_per_sample(path: str) -> int:
+    """Return what the header says; Python's reader rounds it up to whole bytes."""
+    with open(path, "rb") as file:
+        file.read(12)
+        while len(head := file.read(8)) == 8:
+            kind, size = struct.unpack("<4sI", head)
+            if kind == b"fmt ":
+                return int.from_bytes(file.read(16)[14:], "little")
+            file.seek(size + size % 2, os.SEEK_CUR)
+    raise ValueError(f"{path} is damaged: it has no `fmt` chunk; get it again.")
 
 
 def _resample(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:

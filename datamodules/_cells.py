@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._files import check_unpacked_size
+
 if TYPE_CHECKING:
     from anndata import AnnData
 
@@ -29,6 +31,8 @@ def read_cells(path: Path) -> "AnnData":
     import scanpy
 
     try:
+        if path.is_file():
+            _check_h5ad(path)
         cells = anndata.read_h5ad(path) if path.is_file() else scanpy.read_10x_mtx(path)
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -39,6 +43,29 @@ def read_cells(path: Path) -> "AnnData":
             "or get it again."
         ) from error
     return cells
+
+
+def _check_h5ad(path: Path) -> None:
+    """Raise ValueError for a file that reads other files, or would fill the memory."""
+    import h5py
+
+    size = 0
+
+    def check(name: str, item: Any) -> None:
+        nonlocal size
+        if isinstance(item, h5py.Group):
+            for key in item:
+                if isinstance(item.get(key, getlink=True), h5py.ExternalLink):
+                    raise ValueError(f"{name}/{key} is a link to another file")
+            return
+        if item.external or item.is_virtual:
+            raise ValueError(f"{name} is stored in another file")
+        size += (item.size or 0) * item.dtype.itemsize
+        check_unpacked_size(path, size)
+
+    with h5py.File(path, "r") as file:
+        check("", file)
+        file.visititems(check)
 
 
 def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:

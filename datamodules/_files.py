@@ -1,23 +1,46 @@
 """Download, verify and unpack dataset files."""
 
+import bz2
+import gzip
 import hashlib
+import lzma
 import shutil
 import tarfile
+import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 from urllib.request import urlopen
 
-from filelock import FileLock, Timeout
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-__all__ = ["Download", "DownloadError", "check_digest", "fetch", "locked", "unpack"]
+from dg_lightning.files import locked
 
+__all__ = [
+    "LOCK_SECONDS",
+    "Download",
+    "DownloadError",
+    "check_digest",
+    "check_unpacked_size",
+    "fetch",
+    "unpack",
+    "unpacked",
+]
+
+LOCK_SECONDS = 3600.0  # to wait for another process that downloads or decodes
 _CHUNK = 1 << 20
+_DAMAGED = (EOFError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # a file that unpacks to more than both is refused
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
 
 
 class DownloadError(Exception):
@@ -62,7 +85,7 @@ def fetch(download: Download, root: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Next to the target, so that a rename suffices. Not shared, because we hold the lock.
     scratch = target.with_name(f".{target.name}.download")
-    with locked(root / ".download.lock", "downloads"):
+    with locked(root / ".download.lock", "downloads", LOCK_SECONDS):
         if target.exists():  # downloaded by another process, or incomplete
             return
         shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
@@ -82,21 +105,6 @@ def fetch(download: Download, root: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a file lock; log a message if another process blocks it."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=2)
-    except Timeout:
-        rank_zero_info(f"Waiting for another process, which {what}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _stream(url: str) -> Iterator[bytes]:
     try:
         with urlopen(url, timeout=30) as answer:
@@ -108,15 +116,70 @@ def _stream(url: str) -> Iterator[bytes]:
 
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack an archive into a folder; reject paths outside it."""
-    if zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as packed:
-            for name in packed.namelist():
-                if not (folder / name).resolve().is_relative_to(folder.resolve()):
-                    raise ValueError(f"{archive.name} is not safe to unpack: it holds {name!r}.")
-            packed.extractall(folder)
+    with _damage_named(archive):
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed:
+                check_unpacked_size(archive, sum(item.file_size for item in packed.infolist()))
+                for name in packed.namelist():
+                    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                        raise ValueError(
+                            f"{archive.name} is not safe to unpack: it holds {name!r}."
+                        )
+                packed.extractall(folder)
+            return
+        try:
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+        except tarfile.FilterError as error:
+            raise ValueError(f"{archive.name} is not safe to unpack: {error}.") from error
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file for reading, unpacked if its name says that it is packed."""
+    kind = path.suffix.lower()
+    if kind not in (*_OPENERS, ".zip"):
+        with path.open("rb") as file:
+            yield file
         return
+    with tempfile.TemporaryFile() as file:
+        with _damage_named(path), ExitStack() as stack:
+            if kind == ".zip":
+                archive = stack.enter_context(zipfile.ZipFile(path))
+                names = [name for name in archive.namelist() if not name.endswith("/")]
+                if len(names) != 1:
+                    raise ValueError(f"{path} must hold one file, got {len(names)}: unpack it.")
+                source = archive.open(names[0])
+            else:
+                source = _OPENERS[kind](path)
+            stack.enter_context(source)
+            while chunk := source.read(_CHUNK):
+                file.write(chunk)
+                check_unpacked_size(path, file.tell())
+        file.seek(0)
+        yield file
+
+
+def check_unpacked_size(path: Path, size: int) -> None:
+    """Raise ValueError if a small file takes very much memory or disk once it is unpacked."""
+    if size > max(_MAX_BYTES, _MAX_RATIO * path.stat().st_size):
+        raise ValueError(
+            f"{path} unpacks to more than {_MAX_RATIO} times its size and {_MAX_BYTES >> 30} GiB: "
+            "unpack it yourself if you trust it."
+        )
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn errors of a damaged file into one line."""
     try:
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
-    except tarfile.FilterError as error:
-        raise ValueError(f"{archive.name} is not safe to unpack: {error}.") from error
+        yield
+    except gzip.BadGzipFile as error:
+        raise ValueError(f"{path} is damaged ({error}): get it again.") from error
+    except _DAMAGED as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} is damaged ({reason}): get it again.") from error
+    except OSError as error:
+        if error.errno is not None:  # of the file system, not of the content
+            raise
+        raise ValueError(f"{path} is damaged ({error}): get it again.") from error

@@ -9,6 +9,8 @@ import numpy as np
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
+from ._files import check_unpacked_size, unpacked
+
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
@@ -220,24 +222,32 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
     kind = kinds[-1].lower() if kinds else ""
     if kind == ".parquet":
         try:
-            return pd.read_parquet(path)
+            from pyarrow import parquet
         except ImportError as error:
             raise ModuleNotFoundError("Parquet files need pyarrow: pip install pyarrow") from error
+        try:
+            about = parquet.read_metadata(path)
         except (ValueError, OSError) as error:
             raise ValueError(f"{path} is no Parquet file ({error}): give another.") from error
+        check_unpacked_size(path, 8 * about.num_rows * about.num_columns)
+        try:
+            return pd.read_parquet(path)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path} is damaged ({error}): get it again.") from error
     if separator is None and kind not in _SEPARATORS:
         raise ValueError(
             f"`path` must be a .csv, .tsv or .parquet file, got {path.name!r}: rename it, or give "
             "its `separator`."
         )
-    try:
-        options: Any = {"dtype": str, "keep_default_na": False} if as_text else {}
-        table = pd.read_csv(path, sep=separator or _SEPARATORS[kind], **options)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason}): save it as UTF-8.") from error
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is no table ({reason}): give its `separator`.") from error
+    options: Any = {"dtype": str, "keep_default_na": False} if as_text else {}
+    with unpacked(path) as file:
+        try:
+            table = pd.read_csv(file, sep=separator or _SEPARATORS[kind], **options)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error.reason}): save it as UTF-8.") from error
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is no table ({reason}): give its `separator`.") from error
     if table.shape[1] == 1 and (other := next((s for s in ";\t|" if s in table.columns[0]), None)):
         raise ValueError(
             f"{path} has one column: columns seem to be separated by {other!r}, give `separator`."

@@ -17,7 +17,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._files import locked
+from dg_lightning.files import locked
+
+from ._files import LOCK_SECONDS
 from ._part import Indices
 
 __all__ = ["ArrayTable", "Save", "SparseTable", "Tables", "cached_tables", "tables_in_memory"]
@@ -187,7 +189,7 @@ def _wrap_cache_errors(entry: Path) -> Iterator[None]:
 def _lock_entry(entry: Path, name: str) -> Iterator[None]:
     with ExitStack() as stack:
         with _wrap_cache_errors(entry):
-            stack.enter_context(locked(Path(f"{entry}.lock"), f"decodes {name}"))
+            stack.enter_context(locked(Path(f"{entry}.lock"), f"decodes {name}", LOCK_SECONDS))
         yield
 
 

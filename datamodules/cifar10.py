@@ -66,7 +66,7 @@ class CIFAR10DataModule(BaseDataModule):
     downloads = (
         Download(
             "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-            "md5:c58f30108f718f92721af3b95e74349a",
+            "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
             "cifar-10-batches-py",
             folder="cifar-10-batches-py",
         ),

@@ -39,12 +39,12 @@ class FashionMNISTDataModule(MNISTDataModule):
     mean, std = 0.2860, 0.3530
     downloads = idx_downloads(
         folder,
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
         (
-            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "25c81989df183df01b3e8a0aad5dffbe",
-            "bef4ecab320f06d8554ea6380940ec79",
-            "bb300cfdad3c16e7a12a480ee83cd310",
+            "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "md5:25c81989df183df01b3e8a0aad5dffbe",
+            "md5:bef4ecab320f06d8554ea6380940ec79",
+            "md5:bb300cfdad3c16e7a12a480ee83cd310",
         ),
     )
     contents = (

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -26,6 +27,7 @@ from .base import check_choice
 
 __all__ = ["ImageFolderDataModule"]
 
+_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
 _KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
@@ -206,7 +208,7 @@ class ImageFolderDataModule(FittedDataModule):
 
         side = self._side
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=_FORMATS) as image:
                 pixels = ImageOps.fit(_as_rgb(image), (side, side), Image.Resampling.BILINEAR)
         except OSError as error:  # Pillow raises it for damaged images too
             raise ValueError(f"{path} cannot be read ({error}): replace or remove it.") from error
@@ -247,7 +249,14 @@ class ImageFolderDataModule(FittedDataModule):
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """Return the folders in a folder; links could lead anywhere, in circles too."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and path.exists() and path.is_dir():
+            rank_zero_warn(f"{path} is a link to a folder, which is not followed: move it there.")
+        elif path.is_dir() and not path.name.startswith("."):
+            found.append(path)
+    return found
 
 
 def _files(folder: Path) -> list[str]:

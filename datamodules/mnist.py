@@ -28,9 +28,9 @@ _FILES = {
 
 
 def idx_downloads(folder: str, url: str, digests: Sequence[str]) -> tuple[Download, ...]:
-    """Return the downloads of the four files, given their MD5 checksums in order."""
+    """Return the downloads of the four files, given their checksums in order."""
     return tuple(
-        Download(f"{url}/{name}.gz", f"md5:{digest}", f"{folder}/{name}.gz")
+        Download(f"{url}/{name}.gz", digest, f"{folder}/{name}.gz")
         for name, digest in zip(_FILES.values(), digests, strict=True)
     )
 
@@ -61,10 +61,10 @@ class MNISTDataModule(BaseDataModule):
         folder,
         "https://ossci-datasets.s3.amazonaws.com/mnist",
         (
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "d53e105ee54ea40749a09fcbcd1e9432",
-            "9fb629c4189551a2d022fa330f9573f3",
-            "ec29112dd5afa0611ce80d1b7f02629c",
+            "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         ),
     )
     # MD5 checksums of the unpacked files, in the order of the downloads.

@@ -51,7 +51,7 @@ class SpeechCommandsDataModule(BaseDataModule):
     needs: ClassVar = {"torchaudio": "torchaudio"}
     downloads = (
         Download(
-            "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
+            "https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
             "sha256:af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
             "SpeechCommands/speech_commands_v0.02",
             folder=".",

@@ -56,7 +56,7 @@ class TinyImageNetDataModule(BaseDataModule):
     needs: ClassVar = {"PIL": "pillow"}
     downloads = (
         Download(
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+            "https://cs231n.stanford.edu/tiny-imagenet-200.zip",
             "md5:90528d7ca1a48142e341f4ef8d21d0de",
             "tiny-imagenet-200",
             folder="tiny-imagenet-200",
@@ -141,7 +141,7 @@ def read_rgb(path: str) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=["JPEG"]) as image:
             pixels = np.asarray(image.convert("RGB"))
     except OSError as error:  # Pillow raises it for damaged images too
         raise ValueError(

@@ -1,16 +1,27 @@
 """Atomic file writes: a failed write leaves the old file unchanged."""
 
+import csv
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-__all__ = ["WholeFileCheckpointIO", "replacing", "write_text"]
+__all__ = [
+    "WholeFileCheckpointIO",
+    "csv_cell",
+    "from_csv_cell",
+    "locked",
+    "replacing",
+    "write_csv",
+    "write_text",
+]
 
 
 @contextmanager
@@ -40,6 +51,76 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterator[None]:
+    """Hold a file lock.
+
+    Args:
+        path: The file, which is made.
+        what: What a process does that holds it, for messages.
+        limit: Seconds to wait for another process.
+        remove: Whether to remove the file afterwards.
+
+    Raises:
+        ValueError: If another process holds it for longer.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=2)
+    except Timeout:
+        rank_zero_info(f"Waiting for another process, which {what} and holds {path}")
+        try:
+            lock.acquire(timeout=limit)
+        except Timeout as error:
+            raise ValueError(
+                f"Another process {what} and has held {path} for {limit:.0f} s: wait for it, or "
+                "end it."
+            ) from error
+    try:
+        yield
+    finally:
+        if remove:
+            path.unlink(missing_ok=True)
+        lock.release()
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
+    """Write a table atomically; see `csv_cell`."""
+    with (
+        replacing(path) as unfinished,
+        unfinished.open("w", newline="", encoding="utf-8") as file,
+    ):
+        csv.writer(file).writerows(map(csv_cell, row) for row in rows)
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a value for a CSV file, which a spreadsheet does not take for a formula.
+
+    Text that begins like a formula gets an apostrophe before it.
+
+    >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell(None)
+    ("'=1+1", '-0.5', -0.5, '')
+    """
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value.lstrip().startswith(("=", "+", "-", "@")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def from_csv_cell(text: str) -> str:
+    """Return the text that `csv_cell` has marked.
+
+    >>> from_csv_cell("'=1+1"), from_csv_cell("'quoted'")
+    ('=1+1', "'quoted'")
+    """
+    return text[1:] if text.startswith("'") and csv_cell(text[1:]) == text else text
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):

@@ -7,6 +7,7 @@ from errno import EFBIG, ENOSPC
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dg_lightning.cli.errors import (
     describe_unexpected,
@@ -23,6 +24,7 @@ from dg_lightning.study.quiet import quietly
 __all__ = ["run"]
 
 _QUIET = "--quiet"
+_TERMINATED = 143  # 128 + SIGTERM, as shells report it
 
 
 def run(given: list[str]) -> None:
@@ -55,8 +57,12 @@ def run(given: list[str]) -> None:
             from dg_lightning.cli.bench import run_bench
 
             run_bench(rest)
-        else:
-            run_command(given)
+        elif run_command(given).trainer.received_sigterm:
+            raise SIGTERMException
+    except SIGTERMException:  # Lightning exits with status 0
+        hint = "; `fit --ckpt_path last` resumes from the last checkpoint" * (command == "fit")
+        sys.stderr.write(f"dg-lightning: terminated{hint}.\n")
+        raise SystemExit(_TERMINATED) from None
     except Exception as error:  # classified by type and origin
         if is_user_error(error):
             is_full = getattr(error, "errno", None) in (ENOSPC, EFBIG)

@@ -1,6 +1,5 @@
 """The command `features`: the columns of a table that a net keeps, and what each is worth."""
 
-import csv
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
@@ -18,7 +17,7 @@ from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.runs import add_run_options, checkpoint_of
 from dg_lightning.cli.trained import batches, load_data, load_net
-from dg_lightning.files import replacing
+from dg_lightning.files import replacing, write_csv
 from dg_lightning.runtime.choice import scores
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
@@ -53,12 +52,8 @@ def run_features(args: list[str]) -> None:
     ]
     rows.sort(key=lambda row: (row[2] == 0, -row[3]))
     output = Path(given.output) if given.output else path.parents[1] / "features.csv"
-    with (
-        replacing(output) as unfinished,
-        unfinished.open("w", newline="", encoding="utf-8") as file,
-    ):
-        head = ("column", "inputs", "kept", f"loss_of_{'r2' if measure == 'R²' else measure}")
-        csv.writer(file).writerows([head, *((*row[:3], f"{row[3]:.6g}") for row in rows)])
+    head = ("column", "inputs", "kept", f"loss_of_{'r2' if measure == 'R²' else measure}")
+    write_csv(output, [head, *((*row[:3], f"{row[3]:.6g}") for row in rows)])
     rich.print(_table(rows, measure))
     used = sum(row[2] > 0 for row in rows)
     picture = _draw(rows, measure, output.with_suffix(".png"))

@@ -1,6 +1,5 @@
 """The command `genes`: the genes that a net of cells keeps, and their weight by cell type."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser, refusal
 from dg_lightning.cli.runs import add_run_options, checkpoint_of
 from dg_lightning.cli.trained import load_data, load_net
-from dg_lightning.files import replacing
+from dg_lightning.files import write_csv
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 __all__ = ["run_genes"]
@@ -49,11 +48,7 @@ def run_genes(args: list[str]) -> None:
         for gene in kept.nonzero().flatten().tolist()
         for index, cell_type in enumerate(types)
     ]
-    with (
-        replacing(output) as unfinished,
-        unfinished.open("w", newline="", encoding="utf-8") as file,
-    ):
-        csv.writer(file).writerows([("gene", "cell_type", "weight"), *rows])
+    write_csv(output, [("gene", "cell_type", "weight"), *rows])
     rich.print(_table(names, types, kept, weights))
     print(f"{int(kept.sum()):,} of {len(names):,} genes are kept; their weights are in {output}.")
 

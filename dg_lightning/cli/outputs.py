@@ -1,10 +1,8 @@
 """Files in the run folder: the full config, predictions, and tables of a test."""
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +19,7 @@ from typing_extensions import override
 from dg_lightning import GatedClassifier
 from dg_lightning.cli.runs import RUN_FILE
 from dg_lightning.configs import config_name
-from dg_lightning.files import replacing, write_text
+from dg_lightning.files import write_csv, write_text
 from dg_lightning.monitoring import run_folder
 from dg_lightning.training.module import GatedModule
 from dg_lightning.versions import versions
@@ -107,7 +105,7 @@ class WritePredictions(BasePredictionWriter):
         if trainer.is_global_zero:
             head = [key, "prediction", *["probability"] * isinstance(pl_module, GatedClassifier)]
             table = [[*head, *known], *(merged[i] for i in sorted(merged))]
-            _write_csv(folder / "predictions.csv", table)
+            write_csv(folder / "predictions.csv", table)
         rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
 
 
@@ -185,19 +183,11 @@ class WriteTestTables(pl.Callback):
             names = _class_names(trainer) or [str(index) for index in range(len(counts))]
             # Rows are true classes, columns are predictions.
             rows = [[name, *row] for name, row in zip(names, counts, strict=True)]
-            _write_csv(folder / "confusion.csv", [["true class", *names], *rows])
+            write_csv(folder / "confusion.csv", [["true class", *names], *rows])
         report: Any = pl_module.compute_report
         lines = [asdict(layer) for layer in report.layers]
         values = [list(line.values()) for line in lines]
-        _write_csv(folder / "compute.csv", [list(lines[0]), *values])
-
-
-def _write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    with (
-        replacing(path) as unfinished,
-        unfinished.open("w", newline="", encoding="utf-8") as file,
-    ):
-        csv.writer(file).writerows(rows)
+        write_csv(folder / "compute.csv", [list(lines[0]), *values])
 
 
 def _class_names(trainer: Any) -> list[str]:

@@ -1,10 +1,7 @@
 """Run folders, and the newest checkpoint of a config."""
 
 import atexit
-import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -12,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock
 from jsonargparse import ArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.configs import config_name, config_path
+from dg_lightning.files import locked
 from dg_lightning.monitoring import run_folder
 from dg_lightning.refusal import refusal
 
@@ -32,6 +29,7 @@ __all__ = [
     "with_free_version",
 ]
 
+_LOCK_SECONDS = 30.0  # to wait for another process that claims a folder
 RUN_FILE = "run.json"  # the configs of a run
 _CSV = "lightning.pytorch.loggers.CSVLogger"
 
@@ -80,8 +78,8 @@ def claim_run_folder(trainer: Any) -> None:
         return
     logger = trainer.loggers[0]
     folder = Path(logger.save_dir or trainer.default_root_dir, str(logger.name)).resolve()
-    digest = hashlib.sha256(f"{os.getuid()} {folder}".encode()).hexdigest()[:16]
-    with FileLock(Path(tempfile.gettempdir(), f"dg-lightning-{digest}.lock")):
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".claim.lock", "starts a run", _LOCK_SECONDS, remove=True):
         claimed = run_folder(trainer).resolve()
         if not claimed.exists():
             claimed.mkdir(parents=True)

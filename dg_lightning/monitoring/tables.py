@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dg_lightning.files import csv_cell, from_csv_cell
 from dg_lightning.monitoring.activity import BINS, GateSnapshot, HistoryEntry
 
 __all__ = ["LAYER_COLUMNS", "GateTables", "read_lines", "read_rows"]
@@ -110,12 +111,12 @@ class GateTables:
         # Atomic rename: a report may read while a run is writing.
         temporary = self.folder / f".{name}.{os.getpid()}"
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *rows])
+            csv.writer(file).writerows(map(csv_cell, row) for row in [columns, *rows])
         temporary.replace(self._path(name))
 
     def _append(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         with self._path(name).open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
+            csv.writer(file).writerows(map(csv_cell, row) for row in rows)
 
 
 def read_lines(path: Path) -> Iterator[list[str]]:
@@ -124,7 +125,8 @@ def read_lines(path: Path) -> Iterator[list[str]]:
         return
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         complete = (line for line in file if line.endswith("\n"))
-        yield from csv.reader(complete)
+        for line in csv.reader(complete):
+            yield list(map(from_csv_cell, line))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

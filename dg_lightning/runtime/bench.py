@@ -1,7 +1,6 @@
 """Benchmark: measured speed-up of gates, compared with the speed-up that MACs predict."""
 
 import copy
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.compute.macs import decision_macs, executed_macs, linear_maps
-from dg_lightning.files import replacing
+from dg_lightning.files import replacing, write_csv
 from dg_lightning.gates.protocol import gate_layers
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime.block_gated import BlockGatedMLP
@@ -222,13 +221,7 @@ def save(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as CSV."""
     names = ["way", "batch_size", "milliseconds", "per_second", "speed_up", "predicted", "realised"]
     names += ["peak_mb", "weights_mb"]
-    with (
-        replacing(path) as unfinished,
-        unfinished.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in rows)
+    write_csv(path, [names, *([getattr(row, name) for name in names] for row in rows)])
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -1,25 +1,23 @@
 """Results of a search: the Pareto front, and the cheapest net within the tolerance."""
 
+import io
 import shlex
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from optuna.trial import FrozenTrial, TrialState
 
-from dg_lightning.configs import config_path
 from dg_lightning.files import write_text
 from dg_lightning.study.shared import SharedStudy
 from dg_lightning.study.tables import write_csv
+from dg_lightning.study.training import RunCommand
 
 if TYPE_CHECKING:
     from dg_lightning.study.search import Search
 
 __all__ = ["cheapest_within", "count_dominating", "format_params", "pareto_front", "write_results"]
-
-# Trainer options that are restored from the base config: output folders and display.
-_BASE_OPTIONS = ("default_root_dir", "logger", "enable_progress_bar", "enable_model_summary")
 
 
 def count_dominating(
@@ -61,12 +59,19 @@ def cheapest_within(
     return min(eligible, key=lambda t: (t.values[1], -t.values[0]), default=None)
 
 
-def write_results(search: "Search", shared: SharedStudy) -> str:
-    """Write results.csv, summary.md, and the configs of the Pareto front and the chosen trial."""
+def write_results(search: "Search", shared: SharedStudy, run_command: RunCommand) -> str:
+    """Write results.csv, summary.md, and the configs of the Pareto front and the chosen trial.
+
+    Args:
+        search: The search.
+        shared: Its trials.
+        run_command: Runs `fit`, which also resolves options.
+    """
     trials = shared.trials(*TrialState)
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
     baseline = next((t for t in finished if t.user_attrs.get("kind")), None)
-    candidates = [t for t in finished if not t.user_attrs.get("kind")]
+    others = [t for t in finished if not t.user_attrs.get("kind")]
+    candidates = [t for t in others if search.values_of(t) is not None]
     rows = [
         {
             "trial": trial.number,
@@ -91,12 +96,16 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
         "|---|---:|---:|---:|---|",
     ]
     for trial in front:
-        _write_config(search, trial, search.folder / "pareto" / f"trial_{trial.number}.yaml")
+        path = _front_path(search, trial)
+        if not path.exists():
+            write_text(path, _resolved_config(search, trial, run_command))
         accuracy, macs = trial.values
         share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
         settings = ", ".join(f"`{value}`" for value in format_params(trial))
         lines.append(f"| {trial.number} | {accuracy:.2%} | {macs:,.0f} | {share} | {settings} |")
     text = f"# Search of {search.base}\n\nPareto front, by validation:\n\n" + "\n".join(lines)
+    if unknown := len(others) - len(candidates):
+        text += f"\n\n{unknown} trials are left out: their parameters are not those searched."
     path = search.folder / "cheapest.yaml"
     path.unlink(missing_ok=True)  # may be of an earlier choice
     if baseline is None:
@@ -107,7 +116,7 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
         if chosen is None:
             text += f" No trial is within {100 * search.tolerance:.2f} points of it."
         else:
-            _write_config(search, chosen, path)
+            write_text(path, _front_path(search, chosen).read_text(encoding="utf-8"))
             text += (
                 f" The cheapest within {100 * search.tolerance:.2f} points is trial "
                 f"{chosen.number}: `dg-lightning fit --config {shlex.quote(str(path))}`."
@@ -116,12 +125,13 @@ def write_results(search: "Search", shared: SharedStudy) -> str:
     return text
 
 
-def _write_config(search: "Search", trial: FrozenTrial, path: Path) -> None:
-    config = yaml.safe_load(trial.user_attrs["config"])
-    base = yaml.safe_load(Path(config_path(search.base)).read_text(encoding="utf-8"))
-    for key in _BASE_OPTIONS:
-        config["trainer"].pop(key, None)
-        if key in base.get("trainer", {}):
-            config["trainer"][key] = base["trainer"][key]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, yaml.safe_dump(config, sort_keys=False))
+def _front_path(search: "Search", trial: FrozenTrial) -> Path:
+    return search.folder / "pareto" / f"trial_{trial.number}.yaml"
+
+
+def _resolved_config(search: "Search", trial: FrozenTrial, run_command: RunCommand) -> str:
+    """Return the whole config of a trial, made from the base and its parameters alone."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):  # which ends every `--print_config`
+        run_command(["fit", *search.arguments(search.values_of(trial)), "--print_config"], ())
+    return printed.getvalue()

@@ -6,6 +6,7 @@ from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
+from typing_extensions import TypeIs
 
 from dg_lightning.study.settings import PlannedTrial
 from dg_lightning.study.shared import SharedStudy
@@ -95,11 +96,15 @@ class TrialQueue(SharedStudy):
             trial = newest.get((plan.variant, plan.seed))
             if trial is None:
                 continue
-            if trial.state is TrialState.COMPLETE:
-                rows.append({**trial.user_attrs["row"], "status": "complete"})
+            identity = {"variant": plan.variant, "seed": plan.seed}
+            row = trial.user_attrs.get("row")
+            if trial.state is TrialState.COMPLETE and _belongs_to(row, plan):
+                rows.append({**row, "status": "complete"})
+            elif trial.state is TrialState.COMPLETE:
+                reason = f"The database holds a row of {plan.name} that no training has written."
+                rows.append({**identity, "status": "failed", "reason": reason})
             elif trial.state is TrialState.FAIL:
-                identity = {name: trial.user_attrs[name] for name in ("variant", "seed")}
-                reason = trial.user_attrs["reason"]
+                reason = str(trial.user_attrs["reason"])
                 rows.append({**identity, "status": "failed", "reason": reason})
         return rows
 
@@ -109,6 +114,15 @@ class TrialQueue(SharedStudy):
         live += [t for t in self.trials(TrialState.FAIL) if "reason" in t.user_attrs]
         planned = [trial for trial in live if "variant" in trial.user_attrs]
         return sorted(planned, key=lambda trial: trial.number)
+
+
+def _belongs_to(row: Any, plan: PlannedTrial) -> TypeIs[dict[str, Any]]:
+    """Return whether a row, which others may have changed, is the result of a trial."""
+    if not isinstance(row, dict):
+        return False
+    figures = [row.get("accuracy", row.get("r2")), row.get("macs")]
+    numbers = [f for f in figures if isinstance(f, int | float) and math.isfinite(f)]
+    return len(numbers) == 2 and (row.get("variant"), row.get("seed")) == (plan.variant, plan.seed)
 
 
 def _key(trial: FrozenTrial) -> tuple[str, int]:

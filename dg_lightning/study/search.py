@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,18 +67,34 @@ class Parameter:
                 f"got {self.step}."
             )
 
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value, as Optuna stores it, may have been suggested."""
+        if self.choices is not None:
+            return value in [json.dumps(choice) for choice in self.choices]
+        assert self.low is not None
+        assert self.high is not None
+        return isinstance(value, int | float) and self.low <= value <= self.high
+
+    def value_of(self, stored: Any) -> Any:
+        """Return a value as `fit` takes it, from what Optuna stores."""
+        if not self.accepts(stored):
+            raise ValueError(f"{self.name!r} is not searched at {stored!r}.")
+        return stored if self.choices is None else json.loads(stored)
+
     def suggest(self, trial: optuna.Trial) -> Any:
         """Suggest a value for a trial."""
         if self.choices is not None:
             # Optuna does not accept lists and dicts as values, so use their JSON.
             texts = [json.dumps(choice) for choice in self.choices]
-            return json.loads(trial.suggest_categorical(self.name, texts))
+            return self.value_of(trial.suggest_categorical(self.name, texts))
         assert self.low is not None
         assert self.high is not None
         if isinstance(self.low, int) and isinstance(self.high, int):
             step = self.step if isinstance(self.step, int) else 1
-            return trial.suggest_int(self.name, self.low, self.high, log=self.log, step=step)
-        return trial.suggest_float(self.name, self.low, self.high, log=self.log, step=self.step)
+            options: dict[str, Any] = {"log": self.log, "step": step}
+            return self.value_of(trial.suggest_int(self.name, self.low, self.high, **options))
+        options = {"log": self.log, "step": self.step}
+        return self.value_of(trial.suggest_float(self.name, self.low, self.high, **options))
 
 
 @dataclass
@@ -146,6 +163,28 @@ class Search:
         if self.sampler == "nsga2":
             return NSGAIISampler(seed=seed)
         return TPESampler(seed=seed) if self.sampler == "tpe" else RandomSampler(seed)
+
+    def arguments(self, values: Mapping[str, Any] | None) -> list[str]:
+        """Return the arguments of `fit` for values of the parameters; None for the baseline."""
+        return [
+            f"--config={config_path(self.baseline if values is None else self.base)}",
+            *map(as_option, self.options),
+            *(f"--{name}={json.dumps(value)}" for name, value in (values or {}).items()),
+            *map(as_option, self.set),
+            f"--seed_everything={self.seed}",
+        ]
+
+    def values_of(self, trial: FrozenTrial) -> dict[str, Any] | None:
+        """Return the parameters of a trial; None if they are not among those that are searched.
+
+        Others may have changed the database.
+        """
+        known = {parameter.name: parameter for parameter in self.parameters}
+        if trial.params.keys() != known.keys():
+            return None
+        if not all(known[name].accepts(value) for name, value in trial.params.items()):
+            return None
+        return {name: known[name].value_of(value) for name, value in trial.params.items()}
 
     def grid(self) -> list[dict[str, str]]:
         """Return all combinations of the choices, as stored by Optuna."""
@@ -220,7 +259,7 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
                 shared.enqueue(settings, {})
         search = dataclasses.replace(search, trials=0)  # only the queued ones
     run_workers(_worker_loop, search, run_command, search.workers)
-    print(write_results(search, shared))
+    print(write_results(search, shared, run_command))
     failed = [t for t in shared.trials(TrialState.FAIL) if "reason" in t.user_attrs]
     if failed:
         print(f"{len(failed)} trials have failed; results.csv says why.")
@@ -236,7 +275,7 @@ def _worker_loop(search: Search, run_command: RunCommand, index: int, parent: in
             trial = shared.ask()
             with shared.heartbeat(trial):
                 _run_trial(search, run_command, shared, trial)
-            write_results(search, shared)
+            write_results(search, shared, run_command)
 
 
 def _requeue_lost(shared: SharedStudy) -> None:
@@ -261,15 +300,8 @@ def _run_trial(
 ) -> None:
     is_baseline = trial.user_attrs.get("kind") == _BASELINE
     try:
-        config = config_path(search.baseline if is_baseline else search.base)
-        values = {} if is_baseline else {p.name: p.suggest(trial) for p in search.parameters}
-        arguments = [
-            f"--config={config}",
-            *map(as_option, search.options),
-            *(f"--{name}={json.dumps(value)}" for name, value in values.items()),
-            *map(as_option, search.set),
-            f"--seed_everything={search.seed}",
-        ]
+        values = None if is_baseline else {p.name: p.suggest(trial) for p in search.parameters}
+        arguments = search.arguments(values)
         pruning_rule = dataclasses.replace(search, dominated_by=None) if is_baseline else search
         stopwatch, pruning = Stopwatch(), DominancePruning(pruning_rule, shared, trial)
         folder = search.folder / "runs" / "trials" / f"trial_{trial.number}"
@@ -280,8 +312,7 @@ def _run_trial(
         shared.fail(trial, error_summary(error))
     else:
         objectives = list(_objectives(cli.trainer.callback_metrics))
-        config = (folder / "config.yaml").read_text(encoding="utf-8")
-        shared.finish(trial, objectives, train_seconds=stopwatch.seconds, config=config)
+        shared.finish(trial, objectives, train_seconds=stopwatch.seconds)
     print(_progress_line(search, shared, trial), flush=True)
 
 

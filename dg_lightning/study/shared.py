@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote, quote_plus
 
 import optuna
 from filelock import FileLock, Timeout
@@ -17,10 +18,12 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import Engine, event
-from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
+from sqlalchemy import Engine, event, make_url
+from sqlalchemy.exc import ArgumentError, IntegrityError, ProgrammingError, SQLAlchemyError
 
-__all__ = ["SharedStudy", "sqlite_url"]
+from dg_lightning.files import locked
+
+__all__ = ["SharedStudy", "hide_secrets", "sqlite_url"]
 
 _HEARTBEAT = 10  # seconds between heartbeats
 _GRACE = 60  # seconds without a heartbeat until a trial is lost
@@ -56,7 +59,7 @@ class SharedStudy:
         options: dict[str, Any] = {"pool_pre_ping": True}  # connections may have been dropped
         if is_file:
             options["connect_args"] = {"timeout": _SQLITE_WAIT}
-        with FileLock(folder / "create.lock"), _suppress_warnings():
+        with locked(folder / "create.lock", "opens the study", _SQLITE_WAIT), _suppress_warnings():
             self.storage = _open_storage(storage, options)
             if is_file:
                 _serialize_transactions(self.storage.engine)
@@ -214,17 +217,46 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
     for left in reversed(range(_MAX_ATTEMPTS)):
         try:
             return RDBStorage(url, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE)
-        except (SQLAlchemyError, ImportError, StorageInternalError) as error:
+        except (SQLAlchemyError, ImportError, StorageInternalError, ValueError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) else error
             if left and isinstance(cause, (IntegrityError, ProgrammingError)):
                 time.sleep(random.uniform(0.1, 1.0))
                 continue
+            reason = str(error).splitlines()[0]
+            for secret in _secrets(url):
+                reason = reason.replace(secret, "***")
             raise ValueError(
                 f"`storage` must be the URL of a database that can be reached, whose driver is "
-                f"installed, such as postgresql+psycopg://user@host/name, got {url!r}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+                f"installed, such as postgresql+psycopg://user@host/name, got {hide_secrets(url)}: "
+                f"{reason}"
+            ) from None  # the cause repeats the password
     raise AssertionError("unreachable: the last try returns or raises")
+
+
+def hide_secrets(url: str) -> str:
+    """Return a URL without its password and the values of its options.
+
+    >>> hide_secrets("postgresql://me:secret@host/x?password=secret")
+    'postgresql://me:***@host/x?password=***'
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return f"{url.partition(':')[0].partition('/')[0]}:***"
+    shown = parsed.set(query={}).render_as_string(hide_password=True)
+    options = "&".join(f"{name}=***" for name in parsed.query)
+    return f"{shown}?{options}" if options else shown
+
+
+def _secrets(url: str) -> list[str]:
+    """Return the parts of a URL that errors must not repeat, longest first."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        return [url, url.partition("://")[2] or url]
+    texts = [parsed.password or "", *map(str, parsed.query.values())]
+    found = {url, *texts, *map(quote, texts), *map(quote_plus, texts)}
+    return sorted(found - {""}, key=len, reverse=True)
 
 
 def _serialize_transactions(engine: Engine) -> None:

@@ -1,13 +1,12 @@
 """Tables of a study: one row per run, mean and deviation per variant, and the paper's values."""
 
-import csv
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dg_lightning.files import replacing
+from dg_lightning import files
 from dg_lightning.study.published import published
 from dg_lightning.versions import versions
 
@@ -65,13 +64,8 @@ Row = Mapping[str, Any]
 def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows as CSV: the given columns first, then any others."""
     extra = dict.fromkeys(key for row in rows for key in row if key not in columns)
-    with (
-        replacing(path) as unfinished,
-        unfinished.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, [*columns, *extra], restval="")
-        writer.writeheader()
-        writer.writerows({k: "" if v is None else v for k, v in row.items()} for row in rows)
+    names = [*columns, *extra]
+    files.write_csv(path, [names, *([row.get(name) for name in names] for row in rows)])
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -176,7 +170,11 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     else:
         parts.append(f"The paper's table: {source['table']}.")
     if failed := [row for row in rows if row["status"] != "complete"]:
-        lines = [f"- {row['variant']}, seed {row['seed']}: {row['reason']}" for row in failed]
+        reasons = [" ".join(str(row["reason"]).split()) for row in failed]
+        lines = [
+            f"- {row['variant']}, seed {row['seed']}: {reason}"
+            for row, reason in zip(failed, reasons, strict=True)
+        ]
         parts += ["Failed:", "\n".join(lines)]
     devices = sorted({str(row["device"]) for row in rows if row.get("device")})
     parts.append(f"Made with {library_versions()}, on {' and '.join(devices) or 'nothing yet'}.")

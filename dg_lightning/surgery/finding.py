@@ -6,7 +6,7 @@ can be closed independently: single units of a feed-forward or channels of a con
 of inputs, such as the heads of attention or, where several heads share keys, groups of heads.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def find_units(model: nn.Module, example: Any = None, more_examples: Sequence[An
         # Some units are mixed only where they are large.
         scale = _SCALES[seed % len(_SCALES)]
         graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
-        for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
+        for graph, call in _calls(graphs):
             left_alone[call.name] = left_alone.get(call.name) or graph.why_not(call)
             if left_alone[call.name] is None:
                 sources = graph.sources(call)
@@ -107,7 +107,7 @@ def find_units(model: nn.Module, example: Any = None, more_examples: Sequence[An
     left_alone |= _not_run(model, graphs)
     between: dict[str, dict[str, nn.Module]] = {}
     positions: dict[str, int] = {}
-    for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
+    for graph, call in _calls(graphs):
         between[call.name] = between.get(call.name, {}) | graph.between(call)
         positions.setdefault(call.name, _positions(call, graph.batch))
     units = {
@@ -184,11 +184,16 @@ class _Graph:
         return None
 
 
+def _calls(graphs: Iterable[_Graph]) -> Iterator[tuple[_Graph, Call]]:
+    """Yield every call of a linear map, with the run that it belongs to."""
+    return ((graph, call) for graph in graphs for call in graph.maps)
+
+
 def _read_in_other_branches(graphs: Sequence[_Graph]) -> set[str]:
     """Return the maps that read what another map reads in a run of another example."""
     consumers: dict[str, set[str]] = {}
     if len(graphs) > 1:
-        for graph, call in ((graph, call) for graph in graphs for call in graph.maps):
+        for graph, call in _calls(graphs):
             for source in graph.sources(call):
                 consumers.setdefault(source.name, set()).add(call.name)
     return {name for names in consumers.values() if len(names) > 1 for name in names}

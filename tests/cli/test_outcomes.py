@@ -1,6 +1,8 @@
 """What the program says of a training that has failed, or of a net that was never trained."""
 
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,3 +112,54 @@ def test_an_interrupted_training_keeps_its_epoch_and_says_how_to_go_on(
     main(["fit", *options, "--ckpt_path=last"])
     newest = max(Path("runs").rglob("last.ckpt"), key=lambda path: path.stat().st_mtime)
     assert torch.load(newest, weights_only=True)["epoch"] == 2
+
+
+TERMINATING = """
+import os, signal
+from lightning.pytorch import Callback
+
+class Terminating(Callback):
+    def __init__(self, hook: str, step: int = 0):
+        def terminate(trainer, *_, **__):
+            if trainer.global_step >= step and not trainer.sanity_checking:
+                os.kill(os.getpid(), signal.SIGTERM)
+        setattr(self, hook, terminate)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "hook", "step"),
+    [
+        ("fit", "on_train_batch_end", 30),
+        ("fit", "on_train_batch_end", 21),  # of an epoch's last batch
+        ("fit", "on_validation_batch_end", 21),
+        ("fit", "on_train_epoch_end", 63),  # of the last epoch
+        ("test", "on_test_batch_start", 0),
+    ],
+)
+def test_a_run_that_is_terminated_has_the_status_that_shells_report(
+    command: str, hook: str, step: int, run_program: Callable[..., Any]
+) -> None:
+    Path("ending.py").write_text(TERMINATING)
+    options = ["--config=digits/baseline", "--trainer.max_epochs=3", *SMALL]
+    if command == "test":
+        assert run_program("fit", *options).returncode == 0
+        options += ["--data.eval_batch_size=32"]
+    given = [f"--trainer.callbacks.hook={hook}", f"--trainer.callbacks.step={step}"]
+    done = run_program(command, *options, "--trainer.callbacks+=ending.Terminating", *given)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("dg-lightning: ")]
+    assert ("--ckpt_path last" in line) == (command == "fit")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_study_that_is_terminated_has_not_succeeded(run_program: Callable[..., Any]) -> None:
+    Path("ending.py").write_text(TERMINATING)
+    options = ["trainer.max_epochs=2", "trainer.callbacks+=ending.Terminating"]
+    options += ["trainer.callbacks.hook=on_train_batch_end", "trainer.callbacks.step=5"]
+    study = ["--config=studies/digits", "--output=out", "--only=[baseline]", "--seeds=1"]
+    done = run_program("study", *study, f"--set=[{','.join(options)}]")
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

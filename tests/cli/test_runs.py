@@ -1,9 +1,11 @@
 """One folder rule for all loggers, and the newest run of a config."""
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -193,3 +195,73 @@ def test_two_programs_at_once_lose_nothing() -> None:
     configs = [yaml.safe_load(p.read_text()) for p in Path("runs").rglob("version_*/config.yaml")]
     assert {config["seed_everything"] for config in configs} == {1, 2}
     assert len(list(Path("runs").rglob("last.ckpt"))) == 2
+
+
+HOLD_FILE = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+# Claims a folder, and stays in the middle of it.
+HOLD_CLAIM = """
+import sys
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+from dg_lightning.cli.runs import claim_run_folder
+
+class Slow(CSVLogger):
+    @property
+    def version(self):
+        print("held", flush=True)
+        sys.stdin.read()
+        return super().version
+
+claim_run_folder(pl.Trainer(logger=Slow("runs", name="digits/baseline"), accelerator="cpu"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["in the temporary folder", "in the run folder"])
+def test_a_lock_of_another_process_does_not_hang_a_run(
+    held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    script, argument = HOLD_CLAIM, ""
+    if held == "in the temporary folder":  # anybody can compute its name of version 0.2
+        folder = f"{os.getuid()} {Path('runs/digits/baseline').resolve()}"
+        digest = hashlib.sha256(folder.encode()).hexdigest()[:16]
+        script, argument = HOLD_FILE, str(temporary / f"dg-lightning-{digest}.lock")
+    fit = [sys.executable, "-m", "dg_lightning", "fit", "--config=digits/baseline", *SMALL]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, argument],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            done = subprocess.run(fit, capture_output=True, text=True, check=False, timeout=150)
+        finally:
+            holder.communicate()
+    if held == "in the temporary folder":
+        assert done.returncode == 0, done.stderr
+    else:  # a program that needs no lock may go on
+        assert done.returncode in (0, 2), done.stderr
+        assert done.returncode == 0 or str(Path("runs/digits/baseline")) in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_claimed_folders_leave_no_locks_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    claim_run_folder(pl.Trainer(logger=CSVLogger("runs", name="x"), accelerator="cpu"))
+    assert list(temporary.iterdir()) == []
+    assert [path.name for path in Path("runs").rglob("*")] == ["x", "version_0"]

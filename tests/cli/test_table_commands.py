@@ -109,3 +109,40 @@ def test_features_need_a_run_on_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as caught:
         main(["features", "--config=digits/baseline"])
     assert caught.value.code == 2
+
+
+@pytest.mark.slow
+def test_no_table_of_a_run_holds_a_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dg-lightning"])
+    table = people()
+    names = {"age": "=cmd|'/c calc'!A1", "city": "+city", "smokes": "@SUM(1)", "person": "-1+cmd"}
+    table = table.rename(columns=names)
+    table["day"] = "=HYPERLINK(1)"
+    table["home"] = table["home"].map({"large": "=large()", "small": "@small"})
+    table.to_csv("formulas.csv", index=False)
+    options = ["--config=table/dynamicgate", "--data.path=formulas.csv", "--data.label=home"]
+    options += ["--data.ignore=[-1+cmd, day, rent]", *SHORT]
+    main(["fit", *options, "--trainer.max_epochs=2"])
+    run = next(Path("runs").rglob("last.ckpt"))
+    for command in ("test", "predict"):
+        main([command, *options, f"--ckpt_path={run}"])
+    main(["features", str(run.parents[1])])
+    written = {path.name for path in Path("runs").rglob("*.csv")}
+    assert {"predictions.csv", "confusion.csv", "features.csv", "compute.csv"} <= written
+    for path in Path("runs").rglob("*.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            cells = {cell for line in csv.reader(file) for cell in line if cell}
+        suspects = {cell for cell in cells if cell.strip()[:1] in tuple("=+-@")}
+        assert not {cell for cell in suspects if not is_number(cell)}, path
+    predictions = newest(Path("runs"), "predictions.csv").read_text(encoding="utf-8")
+    for text in ("=large()", "@small", "=HYPERLINK(1)", "-1+cmd"):
+        assert text in predictions  # told, behind a mark
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

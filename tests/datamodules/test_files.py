@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import http.server
 import io
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from small_roots import cifar10, idx
 
+from dg_lightning import datamodules
 from dg_lightning.datamodules import CIFAR10DataModule, MNISTDataModule
 from dg_lightning.datamodules._files import Download, DownloadError, fetch, unpack
 
@@ -168,3 +170,39 @@ def test_a_root_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(OSError, match=r"misses .*; it cannot be written there \(Not a directory"):
         MNISTDataModule(root=str(tmp_path / "file")).prepare_data()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "text"])
+def test_an_archive_that_is_damaged_is_one_line(kind: str, damage: str, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a", CONTENT)
+    packed = {"zip": buffer.getvalue(), "tar": tar_of({"a": CONTENT})}.get(kind)
+    packed = gzip.compress(tar_of({"a": CONTENT})) if packed is None else packed
+    content = {
+        "cut": packed[: len(packed) // 2],
+        "changed": packed[:35] + b"\xff" * 25 + packed[60:],
+        "text": b"no archive",
+    }[damage]
+    (tmp_path / f"bad.{kind}").write_bytes(content)
+    with pytest.raises(ValueError, match=f"bad.{kind}") as caught:
+        unpack(tmp_path / f"bad.{kind}", tmp_path / "inside")
+    assert "\n" not in str(caught.value)
+
+
+WITH_DOWNLOADS = [
+    getattr(datamodules, name)
+    for name in datamodules.__all__  # type: ignore[attr-defined]
+    if getattr(getattr(datamodules, name), "downloads", ())
+]
+
+
+@pytest.mark.parametrize("kind", WITH_DOWNLOADS)
+def test_downloads_are_encrypted_and_a_weak_checksum_is_said(kind: Any) -> None:
+    security = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    for download in kind.downloads:
+        assert download.url.startswith("https://"), download.url
+        if not download.digest.startswith("sha256:"):  # the source publishes no better one
+            assert any(kind.__name__ in line and "MD5" in line for line in security.splitlines())

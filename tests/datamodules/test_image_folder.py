@@ -1,16 +1,19 @@
 """Folders of images: pixels against torchvision's, splits, checkpoints, and what is refused."""
 
+import io
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
+from small_roots import tiny_imagenet
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from dg_lightning.datamodules import ImageFolderDataModule
+from dg_lightning.datamodules import ImageFolderDataModule, TinyImageNetDataModule
 
 CLASSES = ("cat", "dog", "eel")
 
@@ -170,3 +173,99 @@ def test_bad_folders_get_one_clear_line(tmp_path: Path) -> None:
         ready(write(tmp_path / "one", classes=("cat",)))
     with pytest.raises(ValueError, match="`size` must be at least 1"):
         ImageFolderDataModule(size=0)
+
+
+def image_bytes(kind: str) -> bytes:
+    """Return an image of 64 x 64 pixels in a format."""
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64), (9, 8, 7)).save(out, kind)
+    return out.getvalue()
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a Ghostscript into the path, which writes a file when it is run; return that file."""
+    canary, program = tmp_path / "was_run", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {canary}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # looked for once in a process
+    with Image.open(io.BytesIO(image_bytes("EPS"))) as image, suppress(OSError):
+        image.load()
+    assert canary.exists()  # this is what a file can do
+    canary.unlink()
+    return canary
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PCX", "PPM", "ICNS"])
+@pytest.mark.parametrize("name", ["0.png", "0.jpg", "0.tiff"])
+def test_a_file_in_another_format_than_its_name_allows_is_refused(
+    kind: str, name: str, ghostscript: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "pets") / "cat" / name
+    path.write_bytes(image_bytes(kind))
+    with pytest.raises(ValueError, match=str(path)) as refused:
+        ready(tmp_path / "pets")
+    assert not ghostscript.exists()
+    assert len(str(refused.value).splitlines()) == 1
+    assert "hostscript" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PCX", "PNG"])
+def test_tiny_imagenet_reads_jpeg_only(kind: str, ghostscript: Path, tmp_path: Path) -> None:
+    tiny_imagenet(tmp_path / "tiny-imagenet-200")
+    path = tmp_path / "tiny-imagenet-200/train/n01443537/images/n01443537_7.JPEG"
+    path.write_bytes(image_bytes(kind))
+    data = TinyImageNetDataModule(root=str(tmp_path))
+    with pytest.raises(ValueError, match=path.name):
+        data.setup("fit")
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "WEBP", "TIFF"])
+def test_formats_that_are_read_may_have_another_of_their_names(kind: str, tmp_path: Path) -> None:
+    (write(tmp_path / "pets") / "cat" / "0.png").write_bytes(image_bytes(kind))
+    assert len(ready(tmp_path / "pets").part_to_predict()) == 30
+
+
+LINKS = {
+    "its own parent": ("cat/again", "cat"),
+    "the root": ("cat/again", "."),
+    "another class": ("cat/again", "dog"),
+    "elsewhere": ("cat/again", "../elsewhere"),
+    "a class": ("fox", "cat"),
+    "a class that leads to the root": ("fox", "."),
+    "nowhere": ("cat/again", "nowhere"),
+    "itself": ("cat/again", "cat/again"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is a link to a folder")
+@pytest.mark.parametrize(("link", "target"), LINKS.values(), ids=LINKS)
+def test_links_to_folders_are_not_followed(link: str, target: str, tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", 3, seed=1)
+    root = write(tmp_path / "pets")
+    (root / link).symlink_to(root / target)
+    data = ready(root)
+    assert data.class_names == CLASSES
+    files = data.describe_samples()["file"]
+    assert len(files) == 30
+    assert not [name for name in files if name.startswith(link)]
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "pets")
+    (tmp_path / "link").symlink_to(tmp_path / "pets")
+    assert len(ready(tmp_path / "link").part_to_predict()) == 30
+
+
+@pytest.mark.filterwarnings("ignore:.*is a link to a folder")
+def test_links_among_the_folders_of_parts_are_not_followed(tmp_path: Path) -> None:
+    for name, seed in (("train", 1), ("test", 2)):
+        write(tmp_path / "pets" / name, 20, seed)
+    (tmp_path / "pets" / "val").symlink_to(tmp_path / "pets" / "train")
+    (tmp_path / "pets" / "test" / "cat" / "again").symlink_to(tmp_path / "pets" / "train" / "dog")
+    data = ready(tmp_path / "pets")
+    assert len(data.part("test")) == 60
+    assert len(data.describe_samples()["file"]) == 120

@@ -1,4 +1,5 @@
 import os
+import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import soundfile
 import torch
 import torchaudio
+from hostile import memory_limit, time_limit
 from small_roots import WORDS, speech_commands, write_wave
 
 from dg_lightning.datamodules import SpeechCommandsDataModule
@@ -197,3 +199,45 @@ def test_no_noise_no_silence(root: Path) -> None:
 def test_impossible_amounts_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"`{next(iter(settings))}`.* got "):
         SpeechCommandsDataModule(**settings)
+
+
+def write_any_wave(path: Path, rate: int = 16_000, bits: int = 16, channels: int = 1) -> None:
+    """Write a second of audio under a header that says anything."""
+    body = b"\1\2" * 16_000 * channels
+    align = 2 * channels
+    form = struct.pack("<HHIIHH", 1, channels, rate, rate * align % 2**32, align, bits)
+    head = b"WAVEfmt " + struct.pack("<I", len(form)) + form
+    head += b"data" + struct.pack("<I", len(body))
+    path.write_bytes(b"RIFF" + struct.pack("<I", len(head) + len(body)) + head + body)
+
+
+@pytest.mark.parametrize("on_mismatch", ["convert", "refuse"])
+@pytest.mark.parametrize("bits", [9, 12, 13, 15])
+def test_samples_of_fewer_bits_are_not_read_as_16(
+    bits: int, on_mismatch: str, tmp_path: Path
+) -> None:
+    write_any_wave(tmp_path / "a.wav")
+    assert len(read_wave(str(tmp_path / "a.wav"), on_mismatch)) == 16_000
+    write_any_wave(tmp_path / "a.wav", bits=bits)
+    with pytest.raises(ValueError, match=rf"a\.wav.* {bits} bits"):
+        read_wave(str(tmp_path / "a.wav"), on_mismatch)
+
+
+@pytest.mark.parametrize("rate", [0, 1, 7, 15_999, 999_983, 2**31 - 1, 2**32 - 1])
+def test_an_absurd_rate_is_refused(rate: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    write_any_wave(path, rate)
+    with (
+        time_limit(),
+        memory_limit(0.5),
+        pytest.raises(ValueError, match=rf"a\.wav.* {rate}\b") as caught,
+    ):
+        read_wave(str(path), "convert")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 32_000, 44_100, 48_000, 96_000])
+def test_usual_rates_are_converted(rate: int, tmp_path: Path) -> None:
+    write_any_wave(tmp_path / "a.wav", rate)
+    found = read_wave(str(tmp_path / "a.wav"), "convert")
+    assert len(found) == -(-16_000 * 16_000 // rate)

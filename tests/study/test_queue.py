@@ -1,8 +1,10 @@
 """The queue: every trial once, whoever asks, whoever dies."""
 
+import json
 import multiprocessing
 import os
 import signal
+import sqlite3
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -276,3 +278,51 @@ def test_a_storage_that_is_none_is_one_line(storage: str, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="`storage` must be the URL of a database") as error:
         TrialQueue(storage, "test", tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**ROW, "variant": "c", "seed": 0},  # a variant that is not planned
+        {**ROW, "variant": "b", "seed": 0},  # another trial's
+        {**ROW, "variant": "a", "seed": 7},
+        {**ROW, "variant": ["a"], "seed": 0},
+        {"variant": "a", "seed": 0},  # no result
+        {**ROW, "variant": "a", "seed": 0, "accuracy": "=cmd"},
+        {**ROW, "variant": "a", "seed": 0, "macs": None},
+        "a",
+        None,
+    ],
+)
+def test_a_row_that_is_not_its_trials_is_named(row: Any, tmp_path: Path) -> None:
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        trial = claimed(queue)
+        queue.finish(trial, [0.5, 10.0], row={"variant": "a", "seed": 0, **ROW})
+        assert keys(queue) == [("a", 0)]
+        queue.storage.engine.dispose()
+    with sqlite3.connect(tmp_path / "study.db") as database:  # as anybody who may write it
+        database.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'row'", (json.dumps(row),)
+        )
+    with open_queue(tmp_path) as queue:
+        try:
+            rows = queue.rows(PLANNED)
+        except ValueError as error:
+            assert "a, seed 0" in str(error)  # noqa: PT017  # the name of the trial
+        else:
+            (found,) = rows
+            assert (found["variant"], found["seed"], found["status"]) == ("a", 0, "failed")
+            assert "row" in found["reason"]
+
+
+def test_a_failed_trial_without_a_reason_of_text_is_named(tmp_path: Path) -> None:
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        queue.fail(claimed(queue), ["no", "text"])  # type: ignore[arg-type]
+        try:
+            (found,) = queue.rows(PLANNED)
+        except ValueError as error:
+            assert "a, seed 0" in str(error)  # noqa: PT017
+        else:
+            assert isinstance(found["reason"], str)

@@ -4,6 +4,7 @@ import csv
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ import yaml
 
 from dg_lightning.cli import main
 from dg_lightning.cli.program import run_command
+from dg_lightning.configs import config_path
 from dg_lightning.study import Parameter, Search, run_search
-from dg_lightning.study.findings import cheapest_within, count_dominating, pareto_front
+from dg_lightning.study.findings import (
+    cheapest_within,
+    count_dominating,
+    pareto_front,
+    write_results,
+)
+from dg_lightning.study.shared import SharedStudy
 
 
 def trials(*points: tuple[float, float]) -> list[optuna.trial.FrozenTrial]:
@@ -165,3 +173,92 @@ def test_a_search_that_was_killed_goes_on(tmp_path: Path) -> None:
     with (tmp_path / "results.csv").open() as file:
         done = [row["kind"] for row in csv.DictReader(file) if row["status"] == "complete"]
     assert sorted(done) == ["baseline", "search"]
+
+
+def edited_config(**changes: Any) -> str:
+    """Return the config of a trial, with a callback of somebody else."""
+    config = yaml.safe_load(Path(config_path("digits/dynamicgate")).read_text())
+    for key, value in changes.items():
+        config[key] = value
+    config["trainer"].setdefault("callbacks", []).append({"class_path": "evil.Callback"})
+    return yaml.safe_dump(config)
+
+
+EDITED = {
+    "callback": edited_config(),
+    "model": edited_config(model={"class_path": "evil.Model"}),
+    "data": edited_config(data={"class_path": "evil.Data"}),
+    "no config": "evil",
+    "tag": "!!python/object/apply:evil.run []",
+    "missing": None,
+}
+
+
+def searched(folder: Path, config: str | None, hidden: list[int]) -> tuple[Search, SharedStudy]:
+    """Return a search with a baseline and a trial, whose entry in the database was edited."""
+    asked = Search(
+        base="digits/dynamicgate",
+        output=str(folder),
+        parameters=[
+            Parameter("model.gate_lr_factor", low=1.0, high=30.0),
+            Parameter("model.net.hidden", choices=[[7], [8, 9]]),
+        ],
+        baseline="digits/baseline",
+    )
+    found = asked.study()
+    found.enqueue({}, {"kind": "baseline"})
+    found.finish(found.ask(), [0.9, 1000.0], train_seconds=1.0, config="{}")
+    found.enqueue({"model.gate_lr_factor": 3.5, "model.net.hidden": str(hidden)}, {})
+    trial = found.ask()
+    for parameter in asked.parameters:
+        parameter.suggest(trial)
+    edited = {} if config is None else {"config": config}
+    found.finish(trial, [0.95, 100.0], train_seconds=1.0, **edited)
+    return asked, found
+
+
+@pytest.mark.parametrize("config", EDITED.values(), ids=EDITED)
+def test_the_configs_of_a_search_come_from_its_base_not_from_the_database(
+    config: str | None, tmp_path: Path
+) -> None:
+    asked, found = searched(tmp_path, config, [8, 9])
+    said = write_results(asked, found, run_command)
+    assert "cheapest.yaml" in said
+    for path in (tmp_path / "cheapest.yaml", tmp_path / "pareto" / "trial_1.yaml"):
+        assert "evil" not in path.read_text()
+        chosen = yaml.safe_load(path.read_text())
+        assert chosen["model"]["init_args"]["gate_lr_factor"] == 3.5
+        assert chosen["model"]["init_args"]["net"]["init_args"]["hidden"] == [8, 9]
+        base = yaml.safe_load(Path(config_path(asked.base)).read_text())
+        assert chosen["data"]["class_path"] == base["data"]["class_path"]
+
+
+PLAIN = optuna.distributions.CategoricalDistribution
+EDITED_PARAMETERS: dict[str, dict[str, Any]] = {
+    "another option": {"model.net": '{"class_path": "evil.Net"}'},
+    "another choice": {"model.net.hidden": '{"class_path": "evil.Net"}'},
+    "beyond the range": {"model.gate_lr_factor": 1e9},
+    "text for a number": {"model.gate_lr_factor": "evil.Net"},
+}
+
+
+@pytest.mark.parametrize("parameters", EDITED_PARAMETERS.values(), ids=EDITED_PARAMETERS)
+def test_parameters_that_were_not_searched_are_never_recommended(
+    parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    asked, found = searched(tmp_path, edited_config(), [7])
+    params = {"model.gate_lr_factor": 2.0, "model.net.hidden": "[7]", **parameters}
+    trial = optuna.trial.create_trial(
+        params=params,
+        distributions={name: PLAIN([value]) for name, value in params.items()},
+        values=[0.99, 1.0],
+        user_attrs={"train_seconds": 1.0, "config": edited_config()},
+    )
+    # Optuna checks the distributions of its trials, an edited database does not.
+    real = found.trials
+    found.trials = lambda *states: [*real(*states), trial]  # type: ignore[method-assign]
+    trial.number = 2
+    with suppress(ValueError):  # it may refuse, or leave the trial out
+        assert "trial 2" not in write_results(asked, found, run_command)
+    written = [path.read_text() for path in tmp_path.rglob("*.yaml")]
+    assert not any("evil" in text or "1000000000" in text or "1.0e+09" in text for text in written)

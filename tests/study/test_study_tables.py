@@ -84,3 +84,31 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
     assert "ValueError: &lt;b&gt; &amp; no" in page
     assert "a &lt; b" in page
     assert page.count("<table>") == page.count("</table>") == 2
+
+
+FORMULAS = ["=cmd|'/c calc'!A1", "+1+cmd", "-1+cmd", "@SUM(1)", "\t=1", "\r=1", "  =1", "=1\n=2"]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_text_in_a_table_is_a_formula(text: str, tmp_path: Path) -> None:
+    rows = [
+        row("baseline", 0, -0.5, training=text, device=text, reason=text, own=-1e-5),
+        row("baseline", 1, float("-inf"), **{text: 1}),
+    ]
+    write_csv(tmp_path / "results.csv", rows)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        lines = list(csv.reader(file))
+    for cell in (cell for line in lines for cell in line if cell):
+        assert cell.strip()[0] not in "=@+" or cell[0] in "'", cell
+        if cell.strip()[0] == "-":
+            float(cell)  # a number may be negative
+    assert sum(text.strip() in cell for line in lines for cell in line) == 4
+    numbers = [line[lines[0].index("accuracy")] for line in lines[1:]]
+    assert numbers == ["-0.5", "-inf"]
+
+
+def test_a_reason_does_not_break_the_summary() -> None:
+    failed = {"variant": "rigl", "seed": 0, "status": "failed", "reason": "a\n# b\n| c | d |"}
+    lines = summary_markdown("mnist", [*ROWS, failed]).splitlines()
+    assert "# b" not in lines
+    assert "| c | d |" not in lines

@@ -339,3 +339,33 @@ def test_more_examples_show_other_branches() -> None:
     assert set(found.units) == {"down2"}
     assert "read elsewhere" in found.left_alone["down"]
     assert "read elsewhere" in found.left_alone["up2"]
+
+
+class PlainLinear(nn.Linear):
+    """A linear map that is written out, as in Falcon."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weights are standardized, as in BiT."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = (self.weight - self.weight.mean()) / self.weight.std()
+        return nn.functional.conv2d(input, weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (nn.Sequential(PlainLinear(8, 6), nn.ReLU(), PlainLinear(6, 2)), X),
+        (
+            nn.Sequential(Standardized(3, 6, 1), nn.ReLU(), Standardized(6, 2, 1)),
+            torch.randn(2, 3, 4, 4),
+        ),
+    ],
+)
+def test_maps_of_other_classes_are_found_or_named(net: nn.Module, x: Tensor) -> None:
+    found = find_units(net, x)
+    assert {"0", "2"} <= {*found.units, *found.left_alone}

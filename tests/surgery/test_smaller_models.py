@@ -308,3 +308,82 @@ def test_no_trial_runs_attention_without_heads() -> None:
     result: Any = compact(net, x)
     assert "1 closed heads stay" in result.notes[0]
     torch.testing.assert_close(result.model(x), net(x))
+
+
+class TwoNorms(nn.Module):
+    """Units made by two maps of different widths, each with a norm, as in attention of LeViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.wide_norm = nn.Linear(8, 12), nn.BatchNorm1d(12)
+        self.narrow, self.narrow_norm = nn.Linear(8, 6), nn.BatchNorm1d(6)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, narrow = self.wide_norm(self.wide(x)), self.narrow_norm(self.narrow(x))
+        out: Tensor = self.out(wide.unflatten(-1, (-1, 2)).sum(-1).sigmoid() * narrow)
+        return out
+
+
+def test_each_norm_shrinks_with_the_map_before_it() -> None:
+    net = gated(TwoNorms().eval())
+    result: Any = compact(net, X)
+    assert not result.notes
+    assert (result.model.wide_norm.num_features, result.model.narrow_norm.num_features) == (6, 3)
+    torch.testing.assert_close(result.model(X), net(X))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rounding_errors_beside_many_zeros_are_no_difference(inplace: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 64), nn.ReLU(inplace=inplace)]
+    net = nn.Sequential(*layers)
+    nn.init.constant_(net[2].bias, -0.3)  # type: ignore[arg-type]
+    x = torch.randn(8192, 8)
+    assert (net(x) == 0).float().mean() > 0.5
+    assert not compact(gated(net, x), x).notes
+
+
+class OfVersionTwo(nn.Sequential):
+    """Refuses weights of another version, as MNASNet of torchvision does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        version = args[2].get("version")
+        if version != self._version:
+            raise ValueError(f"version must be 2, got {version}")
+        super()._load_from_state_dict(*args)
+
+
+def test_a_class_that_asks_for_the_version_of_its_weights_is_loaded(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return OfVersionTwo(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    result = compact(gated(build()), X)
+    save_compact(result, tmp_path / "small.safetensors")
+    loaded = load_compact(build, tmp_path / "small.safetensors")
+    assert torch.equal(loaded(X), result.model(X))
+
+
+class Reach(nn.Module):
+    """Weighs positions up to a distance that happens to be as large as the number of units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.reach = 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        distance = torch.arange(x.shape[1]).clamp(max=self.reach)
+        out: Tensor = self.second(self.first(x).relu()) * distance[:, None]
+        return out
+
+
+def test_a_number_that_only_longer_inputs_need_stays() -> None:
+    short, long = torch.randn(2, 3, 8), torch.randn(2, 9, 8)
+    net = gated(Reach(), short)
+    result: Any = compact(net, short)
+    assert result.units == {"second": (6, 3)}
+    assert result.model.reach == 6
+    torch.testing.assert_close(result.model(long), net(long))
