@@ -81,6 +81,11 @@ class CollapseDetector(Restored):
         self._checked_at = 0
         self._statistics = GateStatistics([])
 
+    @property
+    def watched(self) -> list[str]:
+        """The names of the gates that are watched."""
+        return list(self._gates)
+
     @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:

@@ -1,4 +1,4 @@
-"""Resume exactly: save every random generator in the checkpoint."""
+"""Resume exactly: random generators, and the end of an epoch that a checkpoint cuts off."""
 
 import random
 from typing import Any
@@ -18,14 +18,20 @@ _KEY = "random_generators"
 
 
 class ExactResume(pl.Callback):
-    """Saves every random generator of every rank, and restores it when a run is resumed.
+    """Lets a resumed run do what the uninterrupted one does.
+
+    It saves every random generator of every rank, and restores it when a run is resumed.
 
     Dropout, sampled gates and everything else that is random then continue as in the uninterrupted
     run: Python's `random`, NumPy's global generator, torch's on the CPU and on every CUDA device,
     and those given to a torch `DataLoader` or its sampler. The order of the data is up to the
     loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
 
-    A checkpoint of another number of ranks restores nothing, with a warning.
+    A checkpoint that was saved when a batch ended, before the validation or the end of the epoch
+    that follows it, goes on with just that. (Lightning 2.6 leaves both out, and when such a run is
+    resumed again, repeats an epoch.)
+
+    A checkpoint of another number of ranks restores no generator, with a warning.
 
     >>> sorted(ExactResume.generators())
     ['cuda', 'numpy', 'python', 'torch']
@@ -34,6 +40,9 @@ class ExactResume(pl.Callback):
     def __init__(self) -> None:
         self._fits = False
         self._to_restore: dict[str, Any] | None = None
+        self._stepped: int | None = None  # batches so far, if the epoch has only to end
+        self._validates = False  # whether the validation of a batch comes first
+        self._starts_epoch = False  # whether the epoch has ended
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -91,6 +100,7 @@ class ExactResume(pl.Callback):
         states = checkpoint.get(_KEY)
         if not self._fits:
             return
+        self._correct_progress(checkpoint["loops"]["fit_loop"])
         if states is None:
             rank_zero_warn(
                 "The checkpoint was saved without ExactResume: random numbers will not be those of "
@@ -105,27 +115,88 @@ class ExactResume(pl.Callback):
         else:
             self._to_restore = states[trainer.global_rank]
 
+    def _correct_progress(self, fit: dict[str, Any]) -> None:
+        """Let the counters of a checkpoint say what comes next, before Lightning reads them."""
+        epoch, batch = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
+        validation = fit["epoch_loop.val_loop.batch_progress"]
+        at_batch_end = batch["current"]["completed"] == batch["current"]["processed"] - 1
+        if at_batch_end and epoch["current"]["processed"] == epoch["current"]["started"]:
+            # Lightning has resumed this run before: it has counted an epoch that was running.
+            for counts in (epoch["total"], epoch["current"]):
+                counts["ready"] = counts["started"] = counts["processed"] + 1
+        if at_batch_end:
+            # A validation that has begun is not left out.
+            done = validation["total"]["completed"]
+            validation["total"] |= {"ready": done + 1, "started": done + 1, "processed": done}
+            validation["current"] = dict.fromkeys(validation["current"], 0)
+            validation["is_last_batch"] = False
+        self._validates = at_batch_end and not batch["is_last_batch"]
+        self._stepped = None
+        if at_batch_end and batch["is_last_batch"]:
+            self._stepped = fit["epoch_loop.state_dict"]["_batches_that_stepped"]
+            for counts in (batch["total"], batch["current"]):
+                counts["completed"] += 1
+        now = epoch["current"]
+        self._starts_epoch = now["started"] == now["processed"] == now["completed"] + 1
+        if self._starts_epoch:
+            for counts in (epoch["total"], epoch["current"]):
+                counts["completed"] = counts["processed"]
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._to_restore is None:
-            return
-        self._restore_all(trainer, self._to_restore)
-        loaders = trainer.fit_loop._combined_loader
+        loop = trainer.fit_loop.epoch_loop
+        if self._to_restore is not None:
+            self._restore_all(trainer, self._to_restore)
+            if self._stepped is None:
+                self._restart_loaders(trainer)
+            else:  # the next epoch makes its iterators
+                self._to_restore = None
+        if self._validates or self._stepped is not None:
+            total = loop.val_loop.batch_progress.total
+            total.ready = total.started = total.completed
+        if self._stepped is not None:
+            trainer.fit_loop._data_fetcher.done = True  # type: ignore[union-attr]
+        if self._starts_epoch:
+            loop.restarting = self._starts_epoch = False
+
+    @staticmethod
+    def _restart_loaders(trainer: Any) -> None:
+        """Draw the seeds of torch loaders again.
+
+        A torch loader draws a seed when its iterator is made, which the uninterrupted run does
+        after the checkpoint, and Lightning has done here before generators were restored.
+        """
         progress = trainer.fit_loop.epoch_loop.batch_progress
         between_epochs = progress.current.ready == 0 or progress.is_last_batch
-        if between_epochs and any(isinstance(d, DataLoader) for d in loaders.flattened):  # type: ignore[union-attr]
-            # A torch loader draws a seed when its iterator is made, which the uninterrupted run
-            # does after the checkpoint, and Lightning has done here before it was restored.
-            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+        loaders = trainer.fit_loop._combined_loader.flattened
+        if between_epochs and any(isinstance(loader, DataLoader) for loader in loaders):
+            iter(trainer.fit_loop._data_fetcher)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._validates and not trainer.sanity_checking:
+            self._validates = False
+            trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # it is counted once more
+            if self._to_restore is not None:
+                self._restore_all(trainer, self._to_restore)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # In the middle of an epoch, loaders have drawn their seeds anew since the start.
+        self._validates = False
+        # In the middle of an epoch, loaders have drawn new seeds since the start.
         if self._to_restore is not None and batch_idx > 0:
             self._restore_all(trainer, self._to_restore)
         self._to_restore = None
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._stepped is not None:
+            trainer.fit_loop.epoch_loop._batches_that_stepped = self._stepped + 1
+            self._stepped = None
+            if trainer.max_steps == -1:  # so that schedulers of epochs step
+                trainer.fit_loop.restarting = False
 
     def _restore_all(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
         """Set every generator of this rank, those of loaders too."""

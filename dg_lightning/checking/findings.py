@@ -95,6 +95,13 @@ def _gates(report: Report, ours: Sequence[Any], seen: Observed) -> None:
         units = sum(gate.units for gate in seen.gates.values())
         found = f"{len(seen.gates)} with {units:,} units: {_names(seen.gates)}."
         report.add("OK", "gates", found)
+    watched = {name for callback in ours for name in getattr(callback, "watched", ())}
+    if unwatched := [name for name in seen.gates if name not in watched]:
+        report.add(
+            "OK",
+            "collapse",
+            f"{_names(unwatched)} not watched: CollapseDetector says when gates fail, and why.",
+        )
 
 
 def _callbacks(report: Report, given: Sequence[Any], ours: Sequence[Any], seen: Observed) -> None:

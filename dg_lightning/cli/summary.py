@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+from dg_lightning.gates import gate_layers
 from dg_lightning.monitoring import run_folder
+from dg_lightning.monitoring.views import watched_gates
 
 __all__ = ["find_non_finite", "print_summary"]
 
@@ -54,6 +56,9 @@ def print_summary(trainer: Any) -> None:
     for key, value in logged.items():
         if key.startswith(_LAYER_PREFIX):
             table.add_row(f"  {escape(key.removeprefix(_LAYER_PREFIX))}", f"{float(value):.2%}")
+    gates = gate_layers(trainer.lightning_module, required=False)
+    if unwatched := len(gates.keys() - set(watched_gates(trainer))):
+        table.add_row(f"{unwatched} of {len(gates)} gates", "not watched for collapse")
     console = Console()
     console.print(table)
     # On its own line, for copying.

@@ -77,6 +77,9 @@ class GateState:
         return asdict(self)
 
 
+_VANISHED = 1e-3  # of the initial p: a gate does not come back from there
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of healthy gates.
@@ -169,8 +172,9 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
 
 
 def _is_closed(state: GateState, limits: Limits) -> bool:
-    # A high floor is deliberate: resting on it is not a collapse.
-    floor = state.floor if state.floor <= 0.1 else 0.0
+    # A high floor is deliberate: resting on it is not a collapse, unless p has vanished.
+    rests = state.floor <= 0.1 or state.p < _VANISHED * state.initial_p
+    floor = state.floor if rests else 0.0
     return state.g <= max(limits.closed, floor) + 1e-6 and not state.fixed
 
 

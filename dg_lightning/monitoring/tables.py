@@ -38,6 +38,7 @@ class GateTables:
     | `positions.csv` | a position in the last snapshot: the share that is open there |
     | `inputs.csv` | an input gate: shape of a sample, names of its features |
     | `collapse.csv` | a verdict of `CollapseDetector` |
+    | `watched.csv` | a gate that `CollapseDetector` watches |
 
     Units and histograms are kept for at most 100 snapshots: in a longer run for every second,
     fourth, ... and the last one.
@@ -103,6 +104,10 @@ class GateTables:
         """Write the verdicts on failing gates."""
         columns = ("step", "layer", "mode")
         self._write("collapse", columns, ([verdict[c] for c in columns] for verdict in verdicts))
+
+    def write_watched(self, gates: Sequence[str]) -> None:
+        """Write the names of the gates that are watched for collapse."""
+        self._write("watched", ("layer",), ([name] for name in gates))
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.csv"

@@ -26,6 +26,7 @@ __all__ = [
     "publish_evaluation",
     "send_pictures",
     "send_tables",
+    "watched_gates",
     "write_files",
 ]
 
@@ -44,6 +45,7 @@ def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
         tables.write_inputs(on_input, shape, getattr(data, "feature_names", None) or ())
     if verdicts := _verdicts(trainer):
         tables.write_verdicts(verdicts)
+    tables.write_watched(watched_gates(trainer))
 
 
 def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: bool) -> None:
@@ -104,6 +106,11 @@ def send_tables(
 
 def _verdicts(trainer: Any) -> list[dict[str, Any]]:
     return [v for callback in trainer.callbacks for v in getattr(callback, "verdicts", [])]
+
+
+def watched_gates(trainer: Any) -> list[str]:
+    """Return the names of the gates that some callback watches for collapse."""
+    return [name for callback in trainer.callbacks for name in getattr(callback, "watched", ())]
 
 
 def log_scalar(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:

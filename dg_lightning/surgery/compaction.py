@@ -134,9 +134,13 @@ def compact(
             "the same: are weights shared, or made of others?"
         )
     result = Compact(small, unused=watch.unused_parameters())
-    for name, (units, _) in gated.items():
+    for name, (units, gate) in gated.items():
         if not is_open[name].all():
             _take_out(result, units, is_open[name], watch)
+        if not bool((gate(torch.zeros(1, device=gate.threshold.device)) != 0).any()):
+            result.notes.append(
+                f"{name}: all {units.kind} are closed, one stays: a layer needs one."
+            )
     explain_shape_errors(small)
     return result
 

@@ -13,6 +13,13 @@ _MAKES = ("out_features", "out_channels", "nf")  # attributes of maps: their out
 _READS = ("in_features", "in_channels", "nx")
 
 
+# In names of attributes: what counts units or heads, and what may be equal to it by chance, such as
+# the number of heads that share a key, or of positions.
+_COUNT_WORDS = ("head", "dim", "size", "feature", "channel", "width", "hidden", "inner", "embed")
+_OTHER_WORDS = ("group", "pos", "window", "bucket", "len", "max", "stride", "kernel", "layer")
+_OTHER_WORDS += ("idx", "index")
+
+
 class _Change(NamedTuple):
     """What a module's attribute was before; for a tensor, the axis and indices that are kept."""
 
@@ -34,16 +41,16 @@ class Edit:
         self._cut_map(units.consumer, 1, is_open.repeat_interleave(units.block_size), _READS)
         for name, blocks in units.producers.items():
             self._cut_map(name, 0, is_open[blocks], _MAKES)
-        rows = is_open[next(iter(units.producers.values()))]
+        # Of each width between the maps, what is kept.
+        kept = {len(blocks): is_open[blocks] for blocks in reversed(units.producers.values())}
         for name in units.between:
             module = self.model.get_submodule(name)
             for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if tensor.ndim and len(tensor) == len(rows):
-                    self._cut(name, key, 0, rows)
+                if tensor.ndim and len(tensor) in kept:
+                    self._cut(name, key, 0, kept[len(tensor)])
             for key, number in _numbers(module):
-                if number in (len(rows), units.blocks):
-                    kept = rows if number == len(rows) else is_open
-                    self.set_number(name, key, int(kept.sum()))
+                if number in kept or number == units.blocks:
+                    self.set_number(name, key, int(kept.get(number, is_open).sum()))
 
     def numbers_to_follow(self, units: Units, is_open: Tensor) -> dict[tuple[str, str], int]:
         """Return numbers of the modules around the maps that may be those of units."""
@@ -60,13 +67,17 @@ class Edit:
         }
 
     def counts(self, units: Units, among: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return which of some numbers are, by value and name, those of all heads or units."""
+        """Return which of some numbers are, by value and name, those of all heads or units.
+
+        The name decides because nothing else can: the example does not need these numbers.
+        """
         widths = {units.blocks, units.size, *(len(rows) for rows in units.producers.values())}
         return [
             (name, key)
             for name, key in sorted(among)
             if getattr(self.model.get_submodule(name), key) in widths
-            and not any(word in key for word in ("idx", "index", "layer"))
+            and any(word in key for word in _COUNT_WORDS)
+            and not any(word in key for word in _OTHER_WORDS)
         ]
 
     def _cut_map(self, name: str, axis: int, keep: Tensor, numbers: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Found", "find_units"]
 _SCALES = (1.0, 30.0)  # of noise
 _ROUNDS = 24  # runs with other noise, for units that were inactive before
 _REASONS = 6  # that are printed
-_READ_ELSEWHERE = "what it reads is read elsewhere too, as in a residual stream"
+_READ_ELSEWHERE = "what it reads is read elsewhere too"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ class _Graph:
         if call.module in self._gated:
             return "it has a gate already"
         if _leaves(self._behind[id(call)]) & self._inputs:
-            return "it reads the model's input"
+            if not sources:
+                return "it reads the model's input"
+            return "the model's input is mixed into what it reads, as by an adjacency or a residual"
         if embeddings := [s.name for s in sources if s.x is None]:
             return f"it reads {embeddings[0]}, an embedding"
         if not sources:
@@ -180,7 +182,7 @@ class _Graph:
             if id(source.leaf) in self._in_output:
                 others.append("the model's output")
             if others:
-                return _READ_ELSEWHERE
+                return f"{_READ_ELSEWHERE} (by {others[0]})"
         return None
 
 
@@ -207,9 +209,22 @@ def _not_run(model: nn.Module, graphs: Iterable[_Graph]) -> dict[str, str | None
     for name, child in model.named_modules():
         if callable(getattr(child, "weight", None)):
             reasons[name] = "its weight is quantized"
-        elif is_linear_map(child) and child not in ran | inside:
+        elif child in ran | inside:
+            continue
+        elif is_linear_map(child):
             reasons[name] = "it did not run as a module: its weight is used by others, if at all"
+        elif isinstance(child, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            reasons[name] = _not_a_map(child)
     return reasons
+
+
+def _not_a_map(module: nn.Module) -> str:
+    """Return why a module that looks like a linear map is none."""
+    if "weight" not in dict(module.named_parameters(recurse=False)):
+        return "its weight is made of others"
+    if getattr(module, "groups", 1) > 1:
+        return "its channels are connected in groups"
+    return f"{type(module).__name__} computes with its weight in a way of its own"
 
 
 def _nodes_behind(starts: Iterable[Tensor | None]) -> set[Any]:

@@ -42,7 +42,6 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
         ValueError: If the files do not fit what `build` makes.
     """
     from safetensors import safe_open
-    from safetensors.torch import load_model
 
     path = Path(path)
     recipe: dict[str, Any] = json.loads(_recipe(path).read_text(encoding="utf-8"))
@@ -52,16 +51,24 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     for full, number in recipe["attributes"].items():
         name, _, key = full.rpartition(".")
         setattr(_submodule(model, name, path), key, number)
-    with safe_open(str(path), framework="pt") as file:
+    loaded = set()
+    with safe_open(str(path), framework="pt") as file, torch.no_grad():
         for full in file.keys():  # noqa: SIM118, it is no dict
             name, _, key = full.rpartition(".")
             module = _submodule(model, name, path)
-            old, shape = getattr(module, key), file.get_slice(full).get_shape()
-            if list(old.shape) != shape:
-                new = torch.empty(shape, dtype=old.dtype, device=old.device)
+            tensor, old = file.get_tensor(full), getattr(module, key, None)
+            if not isinstance(old, torch.Tensor):
+                raise ValueError(f"{path} has a {full}, which {type(model).__name__} lacks.")
+            if old.shape != tensor.shape:
+                new = torch.empty_like(tensor, dtype=old.dtype, device=old.device)
                 is_parameter = isinstance(old, nn.Parameter)
-                setattr(module, key, nn.Parameter(new, old.requires_grad) if is_parameter else new)
-    load_model(model, str(path))
+                old = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                setattr(module, key, old)
+            old.copy_(tensor)
+            loaded.add(old.data_ptr())  # of tied weights too, which the file holds once
+    for full, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.data_ptr() not in loaded:
+            raise ValueError(f"{path} lacks {full}, which {type(model).__name__} has.")
     explain_shape_errors(model)
     return model
 

@@ -21,6 +21,7 @@ from dg_lightning.training.spec import check_trusted
 
 __all__ = [
     "TrustedLoading",
+    "ends_epoch",
     "is_finite",
     "limited_to_weights",
     "opened",
@@ -266,6 +267,14 @@ def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
             found: dict[str, Any] = value["preparation"]
             return found
     return None
+
+
+def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was saved at an epoch's last batch, before the epoch ended."""
+    batch = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if batch is None or not batch["is_last_batch"]:
+        return False
+    return bool(batch["current"]["completed"] < batch["current"]["processed"])
 
 
 class TrustedLoading(pl.LightningModule):

@@ -21,7 +21,12 @@ from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.surgery import restore_gates
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.captured import CapturedSteps
-from dg_lightning.training.checkpoint import TrustedLoading, is_finite, preparation_in
+from dg_lightning.training.checkpoint import (
+    TrustedLoading,
+    ends_epoch,
+    is_finite,
+    preparation_in,
+)
 from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
 from dg_lightning.training.optimizers import (
     build_optimizers,
@@ -36,6 +41,11 @@ __all__ = ["GatedModule"]
 _SPARSE = (
     "The model was sparse, and no callback of this training keeps it so: its missing connections "
     "will come back; add StaticSparse, RigL or another."
+)
+
+_UNFINISHED = (
+    "The checkpoint is of an epoch's last batch, before its validation, which Lightning leaves out, "
+    "with all that callbacks do when an epoch ends: add ExactResume to go on exactly there."
 )
 
 
@@ -133,6 +143,10 @@ class GatedModule(CapturedSteps, TrustedLoading):
         if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
             data.use_preparation(self.preparation)
         check_sizes(self.hparams, data)
+
+    def _resumes_exactly(self) -> bool:
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(type(callback).__name__ == "ExactResume" for callback in callbacks)
 
     def _keeps_masks(self) -> bool:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -249,6 +263,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
             announce_masks(self, saved_masks(checkpoint))
         elif saved_masks(checkpoint) and not self._keeps_masks():
             rank_zero_warn(_SPARSE)
+        if self._stage == "fit" and ends_epoch(checkpoint) and not self._resumes_exactly():
+            rank_zero_warn(_UNFINISHED)
         self.preparation = preparation_in(checkpoint)
         restore_gates(self, checkpoint)
         for name, _ in self.named_parameters():

@@ -262,3 +262,34 @@ def test_bad_arguments_are_named() -> None:
         CollapseDetector(modes=["bad"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="`every_n_steps` must be at least 2, got 1"):
         CollapseDetector(every_n_steps=1)
+
+
+@pytest.mark.parametrize("floor", [0.25, 0.5])
+@pytest.mark.parametrize("pressing", ["penalty", "budget"])
+def test_gates_that_cannot_open_again_are_named_even_on_a_high_floor(
+    pressing: str, floor: float, tmp_path: Path
+) -> None:
+    """As attention heads, of which one must stay: p falls without end until they are frozen."""
+    gate: Any = {**STATIC, "min_open": floor}
+    times: Any = {"begin": 0.1, "until": 0.5, "landing": 0.6}
+    callback: Any = GatePenalty(50.0)
+    if pressing == "budget":
+        callback = BudgetController(floor + 0.05, "open_rate", initial_weight=50.0, **times)
+    lowest: list[float] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            gates: Any = gate_layers(pl_module).values()
+            lowest.append(max(float(gate.probability.mean()) for gate in gates))
+
+    detector, *_ = fitted(gate, [callback, Look()], tmp_path, gate_lr_factor=1000.0, epochs=8)
+    assert min(lowest) < 1e-4
+    assert "closed_by_penalty" in modes_of(detector)
+
+
+def test_resting_on_a_high_floor_as_it_is_meant_to_be_is_healthy(tmp_path: Path) -> None:
+    gate: Any = {**STATIC, "min_open": 0.25}
+    detector, model, _ = fitted(gate, [GatePenalty(10.0, "target", target=0.2)], tmp_path)
+    opened = [gate.gate.mean().item() for gate in gate_layers(model).values()]  # type: ignore[union-attr]
+    assert opened == [0.25, 0.25]
+    assert detector.verdicts == []

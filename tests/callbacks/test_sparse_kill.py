@@ -49,12 +49,12 @@ class Kill(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: str, kill_at: int | None) -> None:
+def train(folder: str, kill_at: int | None, every_n_steps: int) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
-    # Never with an epoch's last batch, of which there are 21: a run resumed there counts its epochs
-    # from 1 again in Lightning 2.6, and if it is resumed once more, it trains for too long.
-    saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=5, save_top_k=0)
+    saving = ModelCheckpoint(
+        folder, save_last=True, every_n_train_steps=every_n_steps, save_top_k=0
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=5,
@@ -77,26 +77,35 @@ def train(folder: str, kill_at: int | None) -> None:
     trainer.save_checkpoint(Path(folder, "end.ckpt"))
 
 
+# An epoch has 21 batches: every third checkpoint of the second case is of an epoch's last one.
+KILLS = {5: sorted(random.Random(0).sample(range(6, 105), 10)), 7: [22, 30, 43, 50, 64, 65, 85]}
+
+
 @pytest.mark.slow
-def test_a_run_killed_ten_times_ends_bit_by_bit_as_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_n_steps", KILLS)
+def test_a_run_killed_many_times_ends_bit_by_bit_as_the_uninterrupted_one(
+    every_n_steps: int, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "dg_lightning.callbacks", "lightning.pytorch"])
 
     def run(folder: str, kill_at: int | None) -> int | None:
-        process = context.Process(target=train, args=(str(tmp_path / folder), kill_at))
+        process = context.Process(
+            target=train, args=(str(tmp_path / folder), kill_at, every_n_steps)
+        )
         process.start()
         process.join(180)
         return process.exitcode
 
     assert run("whole", None) == 0
-    kills = sorted(random.Random(0).sample(range(6, 105), 10))
-    for step in kills:
+    for step in KILLS[every_n_steps]:
         assert run("killed", step) == -signal.SIGKILL, step
     assert run("killed", None) == 0
     ends = [
         torch.load(tmp_path / folder / "end.ckpt", weights_only=True)
         for folder in ("whole", "killed")
     ]
+    assert [end["global_step"] for end in ends] == [105, 105]
     for key, value in ends[0]["state_dict"].items():
         assert torch.equal(value, ends[1]["state_dict"][key]), key
     for key, state in ends[0]["callbacks"].items():

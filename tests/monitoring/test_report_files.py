@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dg_lightning.cli import main
+from dg_lightning.configs import config_path
 from dg_lightning.study.report import study_page, write_report
 
 OPTIONS = ["--config", "digits/dynamicgate_input", "--trainer.max_epochs=2", "--quiet"]
@@ -141,3 +143,39 @@ def test_a_run_with_another_logger_has_its_course_too_and_a_test_spares_the_fits
     assert (tmp_path / "alone" / "config_test.yaml").exists()
     main(["fit", "--config", "alone/config.yaml", "--trainer.max_epochs=3", "--quiet"])
     assert "No accuracy and loss were recorded" in write_report(tmp_path / "alone").read_text()
+
+
+WATCHED: dict[str, Any] = {
+    "nobody": None,
+    "all": {"limits": {"judged_after": 1.0}},
+    "one gate": {"limits": {"judged_after": 1.0}, "layers": ["net.hidden.0*"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_empty_folder")
+@pytest.mark.parametrize("watched", WATCHED)
+def test_gates_that_nobody_has_watched_are_not_said_to_be_healthy(
+    watched: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = yaml.safe_load(Path(config_path("digits/dynamicgate")).read_text())
+    kept = settings["trainer"]["callbacks"]
+    kept = [c for c in kept if not c["class_path"].endswith("CollapseDetector")]
+    if WATCHED[watched] is not None:
+        path = "dg_lightning.callbacks.CollapseDetector"
+        kept.insert(0, {"class_path": path, "init_args": WATCHED[watched]})
+    settings["trainer"]["callbacks"] = kept
+    Path("own.yaml").write_text(yaml.safe_dump(settings))
+    short = ["--trainer.max_epochs=2", "--trainer.enable_progress_bar=false"]
+    main(["fit", "--config=own.yaml", *short])
+    said = capsys.readouterr().out
+    run = Path("runs/digits/dynamicgate/version_0")
+    page = write_report(run).read_text()
+    (run / "config.yaml").unlink()  # a run of Python has none
+    alone = write_report(run).read_text()
+    main(["check", "--config=own.yaml", *short])
+    checked = capsys.readouterr().out
+    for text in (page, alone):
+        assert ("No gate failed" in text) == (watched == "all")
+    for text in (page, alone, said, checked):
+        assert ("not watched" in text) == (watched != "all")

@@ -141,7 +141,7 @@ def test_any_example_will_do(example: Tensor) -> None:
         (Reads(torch.relu, lambda x, h, y: (y, {"h": h})), "what it reads is read elsewhere too"),
         (Twice(None), "second runs several times in a pass"),
         (Reads(torch.detach), "it reads no other map"),
-        (Adds(torch.relu), "it reads the model's input"),
+        (Adds(torch.relu), "the model's input is mixed into what it reads"),
         (Reads(lambda h: h * (torch.arange(8) < 4)), "this example does not tell"),
         (Tied(), "the weight of second is tied to another module's"),
     ],

@@ -191,10 +191,10 @@ def test_numbers_that_an_example_does_not_need_follow_too() -> None:
     class Mentions(GroupedAttention):
         def __init__(self) -> None:
             super().__init__()
-            self.num_key_groups, self.layer_idx = 2, 2  # neither is read here
+            self.num_key_heads, self.layer_idx = 2, 2  # neither is read here
 
     result: Any = compact(gated(Mentions(), x, heads=STATIC), x)
-    assert (result.model.num_key_groups, result.model.layer_idx) == (1, 2)
+    assert (result.model.num_key_heads, result.model.layer_idx) == (1, 2)
 
 
 def test_shared_weights_are_refused() -> None:
@@ -339,7 +339,7 @@ def test_rounding_errors_beside_many_zeros_are_no_difference(inplace: bool) -> N
     layers = [nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 64), nn.ReLU(inplace=inplace)]
     net = nn.Sequential(*layers)
     nn.init.constant_(net[2].bias, -0.3)  # type: ignore[arg-type]
-    x = torch.randn(8192, 8)
+    x = torch.randn(2048, 8)
     assert (net(x) == 0).float().mean() > 0.5
     assert not compact(gated(net, x), x).notes
 

@@ -46,6 +46,7 @@ class RunRecord:
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
     verdicts: list[dict[str, str]]
+    watched: set[str]  # gates that were watched for collapse
     tasks: Tensor | None = None  # accuracy after learning each task (rows), by task (columns)
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -83,6 +84,7 @@ def read_run(folder: Path) -> RunRecord:
         confusion=_read_confusion(tested / "confusion.csv"),
         compute=read_rows(tested / "compute.csv"),
         verdicts=read_rows(gates / "collapse.csv"),
+        watched={row["layer"] for row in read_rows(gates / "watched.csv")},
         tasks=read_tasks(folder / "tasks.csv"),
         config=_read_text(folder / "config.yaml"),
         versions=_read_versions(folder / "versions.json"),

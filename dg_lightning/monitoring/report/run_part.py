@@ -193,7 +193,11 @@ def _collapse(run: RunRecord) -> str:
     if run.verdicts:
         rows = [[v["step"], v["layer"], v["mode"].replace("_", " ")] for v in run.verdicts]
         return table(["step", "gate", "failure"], rows)
-    return "<p>No gate failed.</p>" if run.layers else ""
+    gates = dict.fromkeys(row["layer"] for row in run.layers)
+    if unwatched := [name for name in gates if name not in run.watched]:
+        names = "Gates were" if len(unwatched) == len(gates) else f"{', '.join(unwatched)}:"
+        return f"<p>{text(names)} not watched for collapse: add CollapseDetector.</p>"
+    return "<p>No gate failed.</p>" if gates else ""
 
 
 def _compute(run: RunRecord) -> str:
