@@ -60,7 +60,7 @@ class EWC(pl.Callback):
             for name, parameter in _learned(pl_module).items():
                 if name in self._squares:
                     importance = self._squares[name] / self._steps[name]
-                    anchored = importance * parameter.detach()
+                    anchored = importance * parameter.detach().to(importance.dtype)
                     _add(self._importance, name, importance)
                     _add(self._anchored, name, anchored)
             self.task = self._data.current_task
@@ -75,13 +75,16 @@ class EWC(pl.Callback):
         for name, parameter in _learned(pl_module).items():
             if parameter.grad is None or id(parameter) not in held:
                 continue
-            square = parameter.grad.square()  # not where a loss scaler will skip the step
+            # In half precision squares would vanish, and what is anchored would be rounded away.
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            square = parameter.grad.to(wide).square()  # not where a loss scaler will skip the step
             _add(self._squares, name, torch.where(square.isfinite().all(), square, 0))
             self._steps[name] = self._steps.get(name, 0) + 1
             if name in self._importance:
                 importance = self._importance[name].to(parameter.device)
                 anchored = self._anchored[name].to(parameter.device)
-                parameter.grad += self.weight * (importance * parameter - anchored)
+                pull = self.weight * (importance * parameter.to(wide) - anchored)
+                parameter.grad += pull.to(parameter.grad.dtype)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class ExactResume(pl.Callback):
             else:  # the next epoch makes its iterators
                 self._to_restore = None
         if self._validates or self._stepped is not None:
-            total = loop.val_loop.batch_progress.total
+            total: Any = loop.val_loop.batch_progress.total
             total.ready = total.started = total.completed
         if self._stepped is not None:
             trainer.fit_loop._data_fetcher.done = True  # type: ignore[union-attr]

@@ -118,11 +118,21 @@ class ReviveDormant(Restored):
         step = trainer.global_step
         if step != self._seen_at:
             self._seen_at = step
+            self._share_means(trainer)
             for name in self.units:
                 self._look_after(trainer, name)
         log_step(pl_module, {f"dormant/share/{n}": share for n, share in self._shares.items()})
         revived = {f"dormant/revived/{n}": float(count) for n, count in self._revived.items()}
         log_step(pl_module, revived)
+
+    def _share_means(self, trainer: Any) -> None:
+        """Average the running means over ranks, so that checkpoints do not depend on the rank."""
+        if trainer.world_size > 1:
+            means = [units.means() for units in self.units.values()]
+            shared = mean_over_ranks(trainer, torch.cat(means, dim=1))
+            parts = shared.split([mean.shape[1] for mean in means], dim=1)
+            for units, part in zip(self.units.values(), parts, strict=True):
+                units.set_means(part)
 
     def _look_after(self, trainer: Any, name: str) -> None:
         units, step = self.units[name], self._seen_at
@@ -132,7 +142,7 @@ class ReviveDormant(Restored):
             due = due or self._pending[name] >= 1
         if not due:
             return
-        figures = mean_over_ranks(trainer, units.figures())
+        figures = units.figures()
         dormant = units.is_dormant(figures, self.threshold)
         self._shares[name] = float(dormant.float().mean())
         mature = (figures[2] > self.maturity) & units.is_free()

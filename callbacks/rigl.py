@@ -169,10 +169,11 @@ class RigL(Sparse):
             gradient = layer.weight.grad
             if gradient is None:
                 continue
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             if late:
                 gradient = gradient / trainer.precision_plugin.scaler.get_scale()
             known = self._means.get(layer.name)
-            mean = torch.zeros_like(gradient) if known is None else known.to(gradient.device)
+            mean = torch.zeros_like(gradient) if known is None else known.to(gradient)
             new = mean.lerp(gradient, 1 - self.mean_decay)
             # Not where the gradient is not finite; without waiting for the device, and in place.
             self._means[layer.name] = mean.copy_(torch.where(gradient.isfinite().all(), new, mean))

@@ -2,10 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Self
 
 import lightning.pytorch as pl
 from typing_extensions import override
+
+from dg_lightning.training.checkpoint import checked
 
 from ._part import Part
 
@@ -50,6 +53,29 @@ class PreparedData(pl.LightningDataModule):
                     f"The checkpoint was trained with {name} {_abbreviate(trained)}, "
                     f"{type(self).__name__} has {_abbreviate(here)}: give the data of its training."
                 )
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return the DataModule of a checkpoint, see `dg_lightning.trust`.
+
+        With `weights_only=False` nothing is checked: reading such a file may run any code.
+        """
+        if weights_only is False:
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, False, **kwargs
+            )
+        with checked(cls, checkpoint_path, hparams_file) as (file, _, hparams):
+            return super().load_from_checkpoint(
+                file, map_location, weights_only=True, **(hparams | kwargs)
+            )
 
     @override
     def state_dict(self) -> dict[str, Any]:

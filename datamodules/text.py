@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -101,6 +101,16 @@ class TextDataModule(BaseDataModule):
         self.shares = {"val": val_share, "test": test_share}
         self.prompt, self.samples = prompt, samples
         self.sample_length, self.sample_temperature = sample_length, sample_temperature
+
+    @override
+    def use_preparation(self, preparation: Mapping[str, Any]) -> None:
+        context = (preparation.get("input_shape") or [self.context])[0]
+        if context != self.context:
+            rank_zero_info(f"Windows have {context} bytes, as in training.")
+            self.context = context
+            if self._parts:
+                self._parts = {**self.split(self._tables())}
+        super().use_preparation(preparation)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

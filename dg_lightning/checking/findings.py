@@ -100,7 +100,7 @@ def _gates(report: Report, ours: Sequence[Any], seen: Observed) -> None:
         report.add(
             "OK",
             "collapse",
-            f"{_names(unwatched)} not watched: CollapseDetector says when gates fail, and why.",
+            f"Gates are not watched: CollapseDetector says when they fail ({_names(unwatched)}).",
         )
 
 

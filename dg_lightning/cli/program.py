@@ -27,7 +27,9 @@ from dg_lightning.cli.outputs import (
 )
 from dg_lightning.cli.runs import (
     claim_run_folder,
+    data_of_run,
     newest_checkpoint,
+    with_config,
     with_csv_logger_first,
     with_free_version,
 )
@@ -36,7 +38,7 @@ from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import WholeFileCheckpointIO
 from dg_lightning.training.checkpoint import limited_to_weights, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
-from dg_lightning.training.spec import check_classes, import_class, modules_named
+from dg_lightning.training.spec import check_classes, check_trusted, import_class, modules_named
 
 __all__ = ["GateCLI", "run_command"]
 
@@ -109,8 +111,11 @@ class GateCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert isinstance(args, list)
-        resolved = expand_callback_options(resolve_config_paths(args), parser)
-        self.config = parser.parse_args(resolved)
+        self._args = expand_callback_options(resolve_config_paths(args), parser)
+        self._parse(self._args)
+
+    def _parse(self, args: list[str]) -> None:
+        self.config = self.parser.parse_args(args)
         given = self._plain_settings()
         check_classes(given)
         if not _is_gated_module(self._settings):
@@ -160,6 +165,9 @@ class GateCLI(LightningCLI):
         # Modules named on the command line are trusted.
         checkpoint = read_checkpoint(path, also=modules_named(given))
         self._read = {str(path): checkpoint}
+        if command != "fit":
+            self._use_data_of_run(path, given)
+            settings = self._settings
         self._preparation = preparation_in(checkpoint)
         saved = dict(checkpoint.get("hyper_parameters", {}))
         if is_ours:
@@ -174,6 +182,27 @@ class GateCLI(LightningCLI):
             is_text = isinstance(value, str) and parameters[name].annotation is str
             if is_text or isinstance(value, (bool, int, float)):
                 arguments[name] = value
+
+    def _use_data_of_run(self, path: str, given: dict[str, Any]) -> None:
+        """Use the data that a checkpoint was trained on, unless the command line says otherwise."""
+        found, configured = data_of_run(path), given.get("data")
+        if found is None or configured is None:
+            return
+        data, config = found
+        if data["class_path"] != configured["class_path"]:
+            return
+        check_trusted(data, config, also=modules_named(given))
+        before = self._settings
+        self._parse(with_config(self._args, {"data": data}, path))
+        settings = self._settings
+        settings.config = before.get("config")
+        for key in ("ckpt_path", "weights_only"):
+            settings[key] = before.get(key)
+        if differences := _differences(configured, self._plain_settings()["data"], "data"):
+            rank_zero_info(
+                f"The data is that of the run ({config}), which differs from the config in "
+                f"{', '.join(differences)}."
+            )
 
     def _load_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
         """Use the model of a checkpoint, and report differences from the config."""

@@ -23,8 +23,10 @@ __all__ = [
     "add_run_options",
     "checkpoint_of",
     "claim_run_folder",
+    "data_of_run",
     "newest_checkpoint",
     "newest_run",
+    "with_config",
     "with_csv_logger_first",
     "with_free_version",
 ]
@@ -117,6 +119,42 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
     return str(last or newest)
 
 
+def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
+    """Return the data of a checkpoint's run as plain values, and the file that has it.
+
+    None if there is no such file. Nothing in it is trusted yet.
+    """
+    if "://" in str(checkpoint):
+        return None
+    places = [folder / "config.yaml" for folder in list(Path(checkpoint).resolve().parents)[:2]]
+    config = next((place for place in places if place.is_file()), None)
+    if config is None:
+        return None
+    try:
+        whole = yaml.safe_load(config.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
+    data: Any = whole.get("data") if isinstance(whole, dict) else None
+    return (data, config) if isinstance(data, dict) and "class_path" in data else None
+
+
+def with_config(args: Sequence[str], values: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """Return the command line with further settings, right after the configs of a run.
+
+    What is named later, such as another config or an option, comes first.
+    """
+    recorded = _recorded_configs(Path(checkpoint)) or []
+    place = 1
+    for index, argument in enumerate(args):
+        option, equals, value = argument.partition("=")
+        after = index + (1 if equals else 2)
+        if option in ("--config", "-c") and after <= len(args):
+            name = config_name(value if equals else args[index + 1])
+            place = after if name in recorded else place
+    return [*args[:place], f"--config={json.dumps(values)}", *args[place:]]
+
+
 def add_config_option(parser: ArgumentParser) -> None:
     """Add `--config`, which selects the newest run of a config."""
     parser.add_argument(
@@ -173,7 +211,7 @@ def _recorded_configs(checkpoint: Path) -> list[str] | None:
     try:
         content = json.loads(record.read_text("utf-8"))
         return _without_fragments(content["configs"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import OneLineErrorParser, one_line, refusal
-from dg_lightning.cli.runs import add_config_option, newest_run
+from dg_lightning.cli.runs import add_config_option, data_of_run, newest_run
 from dg_lightning.training.checkpoint import opened, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_trusted, import_class
@@ -107,18 +106,15 @@ def load_data(
 
     Returns None if there is none, or refuses if an option needs it.
     """
-    checkpoint = Path(path).resolve()
-    places = [folder / "config.yaml" for folder in list(checkpoint.parents)[:2]]
-    config = next((place for place in places if place.is_file()), None)
-    whole = None if config is None else _read_yaml(config)
-    spec: Any = whole.get("data") if isinstance(whole, dict) else None
-    if not isinstance(spec, dict) or "class_path" not in spec:
+    found = data_of_run(path)
+    if found is None:
         if needed_by is not None:
             raise refusal(
                 f"`{needed_by}` needs the run's data, and there is no config.yaml with it near "
                 f"{path!r}: name the checkpoint in the run's own folder."
             )
         return None
+    spec, config = found
     if root is not None:
         _move(spec.setdefault("init_args", {}), root)
     check_trusted(spec, config)
@@ -149,13 +145,6 @@ def _move(arguments: dict[str, Any], root: str) -> None:
         if old := arguments.get(key):
             places = Path(root) / old, Path(root) / Path(old).name, Path(root)
             arguments[key] = next((str(place) for place in places if place.exists()), old)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise refusal(f"{path} is not plain YAML ({one_line(str(error))}): fix it.") from error
 
 
 def has_part(data: pl.LightningDataModule, part: str) -> bool:

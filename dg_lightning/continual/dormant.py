@@ -70,8 +70,16 @@ class WatchedUnits:
         self.mean.lerp_(rows.mean(0), 1 - self.decay)
         self.age += 1
 
+    def means(self) -> Tensor:
+        """Return the running means of |h| and h, and ages, as float64."""
+        return torch.stack([self.activity, self.mean, self.age]).double()
+
+    def set_means(self, means: Tensor) -> None:
+        """Replace the running means and ages."""
+        self.activity, self.mean, self.age = means.to(self.activity.dtype).unbind()
+
     def figures(self) -> Tensor:
-        """Return mean |h|, mean h and age of all units, to be averaged over ranks."""
+        """Return mean |h|, mean h and age of all units."""
         started = (1 - self.decay**self.age).clamp_min(1e-12)
         return torch.stack([self.activity / started, self.mean / started, self.age])
 

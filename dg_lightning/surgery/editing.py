@@ -16,8 +16,10 @@ _READS = ("in_features", "in_channels", "nx")
 # In names of attributes: what counts units or heads, and what may be equal to it by chance, such as
 # the number of heads that share a key, or of positions.
 _COUNT_WORDS = ("head", "dim", "size", "feature", "channel", "width", "hidden", "inner", "embed")
-_OTHER_WORDS = ("group", "pos", "window", "bucket", "len", "max", "stride", "kernel", "layer")
-_OTHER_WORDS += ("idx", "index")
+_OTHER_WORDS = (
+    *("bucket", "group", "idx", "index", "kernel", "layer"),
+    *("len", "max", "pos", "stride", "window"),
+)
 
 
 class _Change(NamedTuple):

@@ -21,6 +21,7 @@ from dg_lightning.training.spec import check_trusted
 
 __all__ = [
     "TrustedLoading",
+    "checked",
     "ends_epoch",
     "is_finite",
     "limited_to_weights",
@@ -299,18 +300,37 @@ class TrustedLoading(pl.LightningModule):
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, False, **kwargs
             )
-        with opened(checkpoint_path) as file:
-            shown = checkpoint_path if isinstance(checkpoint_path, (str, Path)) else None
-            saved = read_checkpoint(file, name=shown)
-            # Lightning's command line would let its parser import what the other values name.
-            if "_instantiator" in saved.get("hyper_parameters", {}):
-                raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
-            if hparams_file is not None:
-                kwargs = _read_hparams(cls, Path(hparams_file)) | kwargs
-            with limited_to_weights(saved, "The checkpoint" if shown is None else shown):
-                return super().load_from_checkpoint(
-                    file, map_location, strict=strict, weights_only=True, **kwargs
-                )
+        with (
+            checked(cls, checkpoint_path, hparams_file) as (file, saved, hparams),
+            limited_to_weights(saved, _name_of(checkpoint_path)),
+        ):
+            return super().load_from_checkpoint(
+                file, map_location, strict=strict, weights_only=True, **(hparams | kwargs)
+            )
+
+
+@contextmanager
+def checked(
+    cls: type, source: str | Path | IO[bytes], hparams_file: str | Path | None
+) -> Iterator[tuple[IO[bytes], dict[str, Any], dict[str, Any]]]:
+    """Yield a checkpoint that has been checked: as an open file, its content, and arguments.
+
+    Args:
+        cls: What is loaded.
+        source: The checkpoint.
+        hparams_file: A YAML file with arguments of the class.
+    """
+    with opened(source) as file:
+        saved = read_checkpoint(file, name=source if isinstance(source, (str, Path)) else None)
+        # Lightning's command line would let its parser import what the other values name.
+        if any("_instantiator" in saved.get(key, {}) for key in _HYPER_PARAMETERS):
+            raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
+        hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
+        yield file, saved, hparams
+
+
+def _name_of(source: str | Path | IO[bytes]) -> object:
+    return source if isinstance(source, (str, Path)) else "The checkpoint"
 
 
 def _read_hparams(cls: type, path: Path) -> dict[str, Any]:

@@ -52,9 +52,11 @@ def check_settings(gate_lr_factor: float, gate_clip_norm: float | None) -> None:
         raise ValueError(f"`gate_clip_norm` must be above 0, got {gate_clip_norm}.")
 
 
-def check_sizes(hparams: Mapping[str, Any], data: Any) -> None:
+def check_sizes(
+    hparams: Mapping[str, Any], data: Any, names: Sequence[str] = ("num_classes", "input_shape")
+) -> None:
     """Refuse data with another number of classes or another shape than the model's."""
-    for name in ("num_classes", "input_shape"):
+    for name in names:
         own, theirs = hparams.get(name), getattr(data, name, None)
         if own is not None and theirs is not None and _plain(own) != _plain(theirs):
             raise ValueError(

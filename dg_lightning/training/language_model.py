@@ -103,6 +103,11 @@ class GatedLM(GatedModule):
         return logits.flatten(0, -2), target.flatten()
 
     @override
+    def required_sizes(self, stage: str) -> tuple[str, ...]:
+        # Prompts are of any length.
+        return ("num_classes",) if stage == "predict" else super().required_sizes(stage)
+
+    @override
     def on_predict_start(self) -> None:
         if any(isinstance(child, GatedFeedForward) for child in self.net.modules()):
             skip_closed_blocks(self.net)

@@ -44,8 +44,8 @@ _SPARSE = (
 )
 
 _UNFINISHED = (
-    "The checkpoint is of an epoch's last batch, before its validation, which Lightning leaves out, "
-    "with all that callbacks do when an epoch ends: add ExactResume to go on exactly there."
+    "The checkpoint is of an epoch's last batch, before its validation, which Lightning leaves "
+    "out, with all that callbacks do when an epoch ends: add ExactResume to go on exactly there."
 )
 
 
@@ -133,6 +133,10 @@ class GatedModule(CapturedSteps, TrustedLoading):
         """Return what metrics compare."""
         return logits, target
 
+    def required_sizes(self, stage: str) -> tuple[str, ...]:
+        """Return the sizes in which the data of a stage must equal that of the training."""
+        return ("num_classes", "input_shape")
+
     @override
     def setup(self, stage: str) -> None:
         self._stage = stage
@@ -142,7 +146,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         data: Any = getattr(self.trainer, "datamodule", None)
         if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
             data.use_preparation(self.preparation)
-        check_sizes(self.hparams, data)
+        check_sizes(self.hparams, data, self.required_sizes(stage))
 
     def _resumes_exactly(self) -> bool:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]

@@ -340,3 +340,23 @@ result = [trainer.current_epoch, detector.verdicts]
     epoch, verdicts = ranks[0]
     assert epoch < 39
     assert verdicts[0]["mode"].startswith("closed")
+
+
+@pytest.mark.slow
+def test_each_keeps_and_logs_the_same_on_all_ranks(
+    in_two_processes: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    """A checkpoint holds the state of one rank only, and every rank may monitor what is logged."""
+    ranks = in_two_processes(f"""
+sys.path.insert(0, sys.path[0] + "/callbacks")
+from test_all_callbacks import *
+result = {{}}
+for name in ARGUMENTS:
+    callback, model = make(name), module_for(name)
+    trainer = trainer_for([callback], Path({str(tmp_path)!r}), strategy="ddp", devices=2)
+    trainer.fit(model, data())
+    logged = trainer.callback_metrics
+    ours = {{k: float(v) for k, v in logged.items() if k.partition("/")[0] not in ("loss", "val")}}
+    result[name] = [str(callback.state_dict()), ours]
+""")
+    assert [name for name in ARGUMENTS if ranks[0][name] != ranks[1][name]] == []

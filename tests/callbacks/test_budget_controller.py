@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ DYNAMIC: Any = {"kind": "dynamic", "network": "low_rank", "rank": 8}
 
 
 def fitted(
-    callbacks: list[Any], root: Path, gate: Any = STATIC, epochs: int = 8, **net: Any
+    callbacks: list[Any],
+    root: Path,
+    gate: Any = STATIC,
+    epochs: int = 8,
+    of_trainer: Any = None,
+    **net: Any,
 ) -> tuple[GatedClassifier, pl.Trainer]:
     pl.seed_everything(0, verbose=False)
     arguments = {"hidden": [64, 32], "gate": gate, **net}
@@ -31,6 +37,7 @@ def fitted(
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=root,
+        **(of_trainer or {}),
     )
     trainer.fit(model, DigitsDataModule(batch_size=64))
     return model, trainer
@@ -181,3 +188,32 @@ def test_a_shift_opens_gates_that_use_too_little(method: Any, tmp_path: Path) ->
         assert closing.opened[1:4] == pytest.approx([0.4] * 3, abs=0.1)
         assert controller._regulators[""].multiplier.value == pytest.approx(0.1)  # not moved
     assert controller.reached[""] == pytest.approx(0.4, abs=0.02)  # by the landing
+
+
+@pytest.mark.slow
+def test_all_ranks_reach_and_save_the_same(
+    in_two_processes: Callable[[str], list[Any]], tmp_path: Path
+) -> None:
+    """GateNets use another share of the samples of each rank."""
+    ranks = in_two_processes(f"""
+sys.path.insert(0, sys.path[0] + "/callbacks")
+from test_budget_controller import *
+class Steps(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        reached.append(dict(controller.reached))
+result = []
+times = {{"begin": 0.0, "until": 0.2, "landing": 0.4}}
+two = {{"strategy": "ddp", "devices": 2}}
+for method, measure in (("pi", "macs"), ("shift", "open_rate")):
+    scale = "probability" if method == "shift" else None
+    gate = {{**DYNAMIC, "initial_spread": 1.0, "scale": scale}}
+    reached = []
+    controller = BudgetController(0.6, measure, method, **times)
+    model, trainer = fitted([controller, Steps()], {str(tmp_path)!r}, gate, 2, two)
+    state = controller.state_dict()
+    logged = {{k: float(v) for k, v in trainer.callback_metrics.items() if "gates/" in k}}
+    result.append([reached, state, logged, controller.landed])
+""")
+    for own, other in zip(*ranks, strict=True):
+        assert own[3]
+        assert own == other

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from dg_lightning import GatedLM, gate_layers
 from dg_lightning.cli import main
@@ -93,3 +94,28 @@ def test_bad_input_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_training_without_a_penalty_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "--config", "text/dynamicgate", *SMALL, "--trainer.accelerator=cpu"])
     assert "ERROR" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "test", "validate"])
+def test_the_context_of_the_run_is_read_from_it(command: str) -> None:
+    main(["fit", "--config", "text/baseline", *SMALL])
+    prompt = ["--data.prompt=import ", "--data.samples=2", "--data.sample_length=40"]
+    drawn = prompt if command == "predict" else []
+    main([command, "--config", "text/baseline", *drawn, "--trainer.enable_progress_bar=false"])
+    folder = Path("runs/text/baseline/version_1")
+    data = yaml.safe_load((folder / "config.yaml").read_text())["data"]["init_args"]
+    assert (data["context"], data["eval_windows"]) == (32, 16)
+    if command == "predict":
+        assert (folder / "samples.txt").read_text().startswith("import ")
+
+
+def test_a_folder_of_ones_own_is_remembered(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in range(6):
+        text = " ".join(str(number**2) for number in range(100 * name, 100 * name + 400))
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
+    main(["fit", "--config", "text/baseline", *SMALL, "--data.folder=texts"])
+    main(["test", "--config", "text/baseline", "--trainer.enable_progress_bar=false"])
+    path = Path("runs/text/baseline/version_1/config.yaml")
+    data = yaml.safe_load(path.read_text())["data"]["init_args"]
+    assert Path(data["folder"]).name == "texts"

@@ -142,3 +142,17 @@ def test_it_trains_the_same_where_closed_blocks_are_skipped(
         losses.append(float(run.callback_metrics["val/loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0] < 4
+
+
+def test_a_text_is_drawn_whatever_the_context_of_the_data_is(
+    data: TextDataModule, tmp_path: Path
+) -> None:
+    lm = model()
+    training = trainer(tmp_path, epochs=1)
+    training.fit(lm, data)
+    training.save_checkpoint(tmp_path / "some.ckpt")
+    other = TextDataModule(16, folder=str(data.folder), samples=2, prompt="the ", sample_length=8)
+    assert other.context != data.context
+    for drawing in (lm, GatedLM.load_from_checkpoint(tmp_path / "some.ckpt")):
+        (drawn,) = trainer(tmp_path).predict(drawing, other) or []
+        assert [len(row) for row in drawn] == [4 + 8] * 2
