@@ -2,10 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# `make demo TORCH=cpu` installs torch without CUDA, which is much smaller.
+TORCH ?=
+ifeq ($(TORCH),cpu)
+INSTALL := $(PIP) install --quiet --constraint constraints-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
+STAMP := -cpu
+else
+INSTALL := $(PIP) install --quiet --constraint constraints.txt --constraint constraints-torch.txt
+endif
+INSTALLED := .venv/.installed$(STAMP)
+INSTALLED_DEV := .venv/.installed-dev$(STAMP)
 
 .PHONY: demo test test-all kernels lint types results docs lowest clean
 
-demo: .venv/.installed
+demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 # What to run while working: under five minutes on two cores.
@@ -13,28 +23,28 @@ test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal -m "not slow"
 
 # The rest: processes, the browser, the wheel, the README's commands, longer trainings.
-test-all: .venv/.installed-dev
+test-all: $(INSTALLED_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal -m slow
 
 # The tests of our Triton kernels, by its interpreter: no GPU is needed.
-kernels: .venv/.installed-dev
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[kernels]'
+kernels: $(INSTALLED_DEV)
+	$(INSTALL) --editable '.[kernels]'
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses=auto tests/runtime/test_kernels.py
 
-lint: .venv/.installed-dev
+lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell --skip="*.ipynb,*.png" dg_lightning callbacks datamodules configs tests benchmarks examples docs results/*.py results/*.j2 *.md
 
-types: .venv/.installed-dev
+types: $(INSTALLED_DEV)
 	$(BIN)/mypy
 
 # RESULTS.md and the README's table, from the tables in results/.
-results: .venv/.installed-dev
+results: $(INSTALLED_DEV)
 	$(BIN)/python results/page.py
 
 # The site, in build/site: no network is needed.
-docs: .venv/.installed-dev
+docs: $(INSTALLED_DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The tests with the oldest versions that pyproject.toml allows.
@@ -50,10 +60,10 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+$(INSTALLED): pyproject.toml $(wildcard constraints*.txt) | .venv/bin/python
+	$(INSTALL) --editable .
 	touch $@
 
-.venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
+$(INSTALLED_DEV): pyproject.toml $(wildcard constraints*.txt) | .venv/bin/python
+	$(INSTALL) --editable '.[dev,vision,audio,cells,tables,plot,study,wandb,export,models]'
 	touch $@

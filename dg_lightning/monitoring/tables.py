@@ -31,7 +31,7 @@ class GateTables:
 
     | file | each row |
     |---|---|
-    | `layers.csv` | a gate in a snapshot: open rates, churn, dead units, τ, θ |
+    | `layers.csv` | a gate in a snapshot: open rates, churn, dead units, τ, θ; never thinned |
     | `units.csv` | a unit or block in a snapshot: mean p, and g, the share of samples opening it |
     | `histogram.csv` | a gate in a snapshot: share of all p by bin, named by its lower edge |
     | `classes.csv` | a unit in the last snapshot: the share of each class that opens it |
