@@ -109,7 +109,8 @@ class TextDataModule(BaseDataModule):
             rank_zero_info(f"Windows have {context} bytes, as in training.")
             self.context = context
             if self._parts:
-                self._parts.update(self.split(self._tables()))
+                parts: dict[str, Any] = dict(self.split(self._tables()))
+                self._parts = parts
         super().use_preparation(preparation)
 
     @property

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +87,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     # First the source archive, then the wheel from it: what is missing there is missing for users.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder]
-    checked(*build, ROOT, cwd=ROOT)
+    with FileLock(tmp_path_factory.getbasetemp().parent / "build.lock"):  # of the other workers
+        checked(*build, ROOT, cwd=ROOT)
     (built,) = folder.glob("*.whl")
     return built
 
