@@ -77,7 +77,8 @@ def test_printed_config_is_accepted_again_and_fragments_stack(
         main(["fit", "--config", "printed.yaml", "--config", "more.yaml", "--print_config"])
     callbacks = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
     names = [c["class_path"].rpartition(".")[2] for c in callbacks]
-    assert names == ["ModelCheckpoint", "GateMonitor", "GatePenalty", "LearningRateMonitor"]
+    of_config = ["ModelCheckpoint", "GateMonitor", "CollapseDetector", "GatePenalty"]
+    assert names == [*of_config, "LearningRateMonitor"]
 
 
 def test_dotted_overrides_reach_net_gate_optimizer_and_an_appended_callback(tmp_path: Path) -> None:
