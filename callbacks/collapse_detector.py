@@ -82,7 +82,7 @@ class CollapseDetector(Restored):
         self._statistics = GateStatistics([])
 
     @property
-    def watched(self) -> list[str]:
+    def watched_for_collapse(self) -> list[str]:
         """The names of the gates that are watched."""
         return list(self._gates)
 

@@ -27,9 +27,10 @@ class ExactResume(pl.Callback):
     and those given to a torch `DataLoader` or its sampler. The order of the data is up to the
     loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
 
-    A checkpoint that was saved when a batch ended, before the validation or the end of the epoch
-    that follows it, goes on with just that. (Lightning 2.6 leaves both out, and when such a run is
-    resumed again, repeats an epoch.)
+    If a checkpoint was saved when a batch ended, the resumed run begins with the validation and the
+    end of the epoch that follow this batch. Lightning 2.6 skips both, and repeats an epoch when
+    such a run is resumed again. Two things differ: what a module keeps of an epoch in attributes of
+    its own is gone, and with `max_steps` a `ReduceLROnPlateau` may miss the step of that epoch.
 
     A checkpoint of another number of ranks restores no generator, with a warning.
 
@@ -86,12 +87,22 @@ class ExactResume(pl.Callback):
             own = {
                 **self.generators(),
                 "loaders": [g.get_state() for g in loader_generators(trainer.train_dataloader)],
+                "metrics": self._metrics_of_epoch(trainer),
             }
         states: list[Any] = [own]
         if trainer.world_size > 1:  # Lightning dumps on every process, and writes on the first
             states = [None] * trainer.world_size
             dist.all_gather_object(states, own)
         checkpoint[_KEY] = states
+
+    @staticmethod
+    def _metrics_of_epoch(trainer: Any) -> dict[str, float]:
+        """Return what an epoch has logged in training, if it has only to end."""
+        loop = trainer.fit_loop.epoch_loop
+        if not trainer.training or not loop.batch_progress.is_last_batch:
+            return {}
+        metrics = loop._results.metrics(on_step=False)["callback"]
+        return {name: float(value) for name, value in metrics.items()}
 
     @override
     def on_load_checkpoint(
@@ -101,6 +112,12 @@ class ExactResume(pl.Callback):
         if not self._fits:
             return
         self._correct_progress(checkpoint["loops"]["fit_loop"])
+        due = self._validates or self._stepped is not None
+        if due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
+            rank_zero_warn(
+                f"`max_steps`={trainer.max_steps} was reached before a validation or the end of an "
+                "epoch that was due: raise it to make up for it."
+            )
         if states is None:
             rank_zero_warn(
                 "The checkpoint was saved without ExactResume: random numbers will not be those of "
@@ -119,7 +136,8 @@ class ExactResume(pl.Callback):
         """Let the counters of a checkpoint say what comes next, before Lightning reads them."""
         epoch, batch = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
         validation = fit["epoch_loop.val_loop.batch_progress"]
-        at_batch_end = batch["current"]["completed"] == batch["current"]["processed"] - 1
+        now = batch["current"]  # a batch that a hook has skipped is processed, but not started
+        at_batch_end = now["completed"] + 1 == now["processed"] == now["started"]
         if at_batch_end and epoch["current"]["processed"] == epoch["current"]["started"]:
             # Lightning has resumed this run before: it has counted an epoch that was running.
             for counts in (epoch["total"], epoch["current"]):
@@ -150,6 +168,8 @@ class ExactResume(pl.Callback):
             if self._stepped is None:
                 self._restart_loaders(trainer)
             else:  # the next epoch makes its iterators
+                metrics = self._to_restore.get("metrics", {})
+                trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
                 self._to_restore = None
         if self._validates or self._stepped is not None:
             total: Any = loop.val_loop.batch_progress.total
@@ -161,10 +181,10 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def _restart_loaders(trainer: Any) -> None:
-        """Draw the seeds of torch loaders again.
+        """Create the iterators of torch loaders again.
 
-        A torch loader draws a seed when its iterator is made, which the uninterrupted run does
-        after the checkpoint, and Lightning has done here before generators were restored.
+        A torch loader draws a seed when its iterator is created. Lightning has done so before
+        generators were restored, the uninterrupted run does so after the checkpoint.
         """
         progress = trainer.fit_loop.epoch_loop.batch_progress
         between_epochs = progress.current.ready == 0 or progress.is_last_batch

@@ -12,6 +12,16 @@ from ._files import check_unpacked_size
 if TYPE_CHECKING:
     from anndata import AnnData
 
+_UNREADABLE = (
+    EOFError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _MAX_LOG = 30.0  # above any log-normalised count
 
 __all__ = [
@@ -34,7 +44,7 @@ def read_cells(path: Path) -> "AnnData":
         if path.is_file():
             _check_h5ad(path)
         cells = anndata.read_h5ad(path) if path.is_file() else scanpy.read_10x_mtx(path)
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
+    except _UNREADABLE as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         kind = "an .h5ad file" if path.is_file() else "a 10x matrix"
         what = f"{type(error).__name__}: {first}"

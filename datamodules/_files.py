@@ -34,7 +34,15 @@ __all__ = [
 
 LOCK_SECONDS = 3600.0  # to wait for another process that downloads or decodes
 _CHUNK = 1 << 20
-_DAMAGED = (EOFError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (
+    EOFError,
+    NotImplementedError,  # another way of packing
+    RuntimeError,  # it needs a password
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # a file that unpacks to more than both is refused
 _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
@@ -129,6 +137,7 @@ def unpack(archive: Path, folder: Path) -> None:
             return
         try:
             with tarfile.open(archive) as packed:
+                check_unpacked_size(archive, sum(item.size for item in packed))
                 packed.extractall(folder, filter="data")
         except tarfile.FilterError as error:
             raise ValueError(f"{archive.name} is not safe to unpack: {error}.") from error

@@ -214,6 +214,22 @@ def numbers_of(column: "Series") -> NDArray[np.float64]:
     return values
 
 
+def _read_batches(path: Path, file: Any) -> "DataFrame":
+    """Return the table of a Parquet file, read in parts: a small file may hold a huge table."""
+    import pyarrow
+
+    size, batches = 0, []
+    try:
+        for batch in file.iter_batches(batch_size=4096):
+            size += batch.nbytes
+            check_unpacked_size(path, size)
+            batches.append(batch)
+        table: DataFrame = pyarrow.Table.from_batches(batches, file.schema_arrow).to_pandas()
+    except pyarrow.ArrowException as error:  # also of too little memory
+        raise ValueError(f"{path} cannot be read ({error}): get it again.") from error
+    return table
+
+
 def read_table(path: Path, separator: str | None, as_text: bool = False) -> "DataFrame":
     """Return the table of a CSV or Parquet file; that of CSV as it is written if `as_text`."""
     import pandas as pd
@@ -222,18 +238,17 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
     kind = kinds[-1].lower() if kinds else ""
     if kind == ".parquet":
         try:
+            import pyarrow
             from pyarrow import parquet
         except ImportError as error:
             raise ModuleNotFoundError("Parquet files need pyarrow: pip install pyarrow") from error
         try:
-            about = parquet.read_metadata(path)
+            file = parquet.ParquetFile(path)
         except (ValueError, OSError) as error:
             raise ValueError(f"{path} is no Parquet file ({error}): give another.") from error
-        check_unpacked_size(path, 8 * about.num_rows * about.num_columns)
-        try:
-            return pd.read_parquet(path)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is damaged ({error}): get it again.") from error
+        if nested := [f.name for f in file.schema_arrow if pyarrow.types.is_nested(f.type)]:
+            raise ValueError(f"{path} holds columns of lists ({listed(nested)}): leave them out.")
+        return _read_batches(path, file)
     if separator is None and kind not in _SEPARATORS:
         raise ValueError(
             f"`path` must be a .csv, .tsv or .parquet file, got {path.name!r}: rename it, or give "
@@ -248,6 +263,10 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{path} is no table ({reason}): give its `separator`.") from error
+        except MemoryError as error:
+            raise ValueError(
+                f"{path} does not fit into the memory: give a smaller table."
+            ) from error
     if table.shape[1] == 1 and (other := next((s for s in ";\t|" if s in table.columns[0]), None)):
         raise ValueError(
             f"{path} has one column: columns seem to be separated by {other!r}, give `separator`."

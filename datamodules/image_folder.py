@@ -27,7 +27,8 @@ from .base import check_choice
 
 __all__ = ["ImageFolderDataModule"]
 
-_FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
+_DAMAGED = (OSError, SyntaxError, ValueError)  # as Pillow raises them
 _KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
@@ -210,7 +211,7 @@ class ImageFolderDataModule(FittedDataModule):
         try:
             with Image.open(path, formats=_FORMATS) as image:
                 pixels = ImageOps.fit(_as_rgb(image), (side, side), Image.Resampling.BILINEAR)
-        except OSError as error:  # Pillow raises it for damaged images too
+        except (*_DAMAGED, Image.DecompressionBombError) as error:
             raise ValueError(f"{path} cannot be read ({error}): replace or remove it.") from error
         return np.asarray(pixels).transpose(2, 0, 1)
 

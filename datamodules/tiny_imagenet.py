@@ -143,7 +143,7 @@ def read_rgb(path: str) -> NDArray[np.uint8]:
     try:
         with Image.open(path, formats=["JPEG"]) as image:
             pixels = np.asarray(image.convert("RGB"))
-    except OSError as error:  # Pillow raises it for damaged images too
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{path} is damaged ({os.path.getsize(path)} bytes: {error}): get it again."
         ) from error

@@ -69,7 +69,9 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
     lock = FileLock(path)
     try:
         lock.acquire(timeout=2)
-    except Timeout:
+    except OSError as error:
+        if not isinstance(error, Timeout):
+            raise ValueError(f"{path} cannot be locked ({error}): use another folder.") from error
         rank_zero_info(f"Waiting for another process, which {what} and holds {path}")
         try:
             lock.acquire(timeout=limit)
@@ -105,7 +107,7 @@ def csv_cell(value: Any) -> Any:
     """
     if value is None:
         return ""
-    if not isinstance(value, str) or not value.lstrip().startswith(("=", "+", "-", "@")):
+    if not isinstance(value, str) or value.lstrip("' \t\r\n")[:1] not in ("=", "+", "-", "@"):
         return value
     try:
         float(value)

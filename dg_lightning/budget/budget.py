@@ -284,7 +284,7 @@ def gate_budgets(
 
 
 def _row_mean(count: Tensor) -> Tensor:
-    return count.double().mean()
+    return count.double().mean() if count.numel() else count.double().sum()
 
 
 def _floor_share(gate: GateLike | None) -> float:

@@ -91,7 +91,8 @@ def mean_rates(
 
 def mean_rate(value: Tensor, unit_shares: Tensor | None = None) -> Tensor:
     """Return the mean of p or g of one gate: 0-d."""
-    return value.mean() if unit_shares is None else (value * unit_shares).sum(-1).mean()
+    by_row = value if unit_shares is None else (value * unit_shares).sum(-1)
+    return by_row.mean() if by_row.numel() else by_row.sum()  # a batch may hold no tokens
 
 
 def usage_term(

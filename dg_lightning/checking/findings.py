@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dg_lightning.compute import gate_submodules
+from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.schedules import Clock, Duration, Schedule
 
 from .copies import Copies, is_ours, taking_part, targets
@@ -95,7 +96,7 @@ def _gates(report: Report, ours: Sequence[Any], seen: Observed) -> None:
         units = sum(gate.units for gate in seen.gates.values())
         found = f"{len(seen.gates)} with {units:,} units: {_names(seen.gates)}."
         report.add("OK", "gates", found)
-    watched = {name for callback in ours for name in getattr(callback, "watched", ())}
+    watched = watched_gates(ours)
     if unwatched := [name for name in seen.gates if name not in watched]:
         report.add(
             "OK",

@@ -60,7 +60,9 @@ def run(given: list[str]) -> None:
         elif run_command(given).trainer.received_sigterm:
             raise SIGTERMException
     except SIGTERMException:  # Lightning exits with status 0
-        hint = "; `fit --ckpt_path last` resumes from the last checkpoint" * (command == "fit")
+        hint = "; `fit --ckpt_path last` resumes from the last checkpoint, if any" * (
+            command == "fit"
+        )
         sys.stderr.write(f"dg-lightning: terminated{hint}.\n")
         raise SystemExit(_TERMINATED) from None
     except Exception as error:  # classified by type and origin

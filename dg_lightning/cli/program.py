@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -189,7 +190,9 @@ class GateCLI(LightningCLI):
         if found is None or configured is None:
             return
         data, config = found
-        if data["class_path"] != configured["class_path"]:
+        names_class = any(re.match(r"--data(=|$|\.class_path)", word) for word in self._args)
+        if names_class and data["class_path"] != configured["class_path"]:
+            rank_zero_info(f"The data is not that of the run, which was {data['class_path']}.")
             return
         check_trusted(data, config, also=modules_named(given))
         before = self._settings

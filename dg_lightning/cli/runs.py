@@ -136,6 +136,10 @@ def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
         reason = " ".join(str(error).split())[:200]
         raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
     data: Any = whole.get("data") if isinstance(whole, dict) else None
+    try:
+        json.dumps(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refusal(f"`data` in {config} must hold plain values ({error}): fix it.") from error
     return (data, config) if isinstance(data, dict) and "class_path" in data else None
 
 
@@ -144,14 +148,16 @@ def with_config(args: Sequence[str], values: Mapping[str, Any], checkpoint: str)
 
     What is named later, such as another config or an option, comes first.
     """
-    recorded = _recorded_configs(Path(checkpoint)) or []
-    place = 1
+    given: dict[str, int] = {}  # the place behind each config
     for index, argument in enumerate(args):
         option, equals, value = argument.partition("=")
         after = index + (1 if equals else 2)
         if option in ("--config", "-c") and after <= len(args):
-            name = config_name(value if equals else args[index + 1])
-            place = after if name in recorded else place
+            given[config_name(value if equals else args[index + 1])] = after
+    recorded = _recorded_configs(Path(checkpoint))
+    if recorded is None or not given.keys() >= set(recorded):  # a run that was moved, or copied
+        recorded = list(given)
+    place = max((given[name] for name in recorded), default=1)
     return [*args[:place], f"--config={json.dumps(values)}", *args[place:]]
 
 

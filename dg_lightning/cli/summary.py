@@ -57,7 +57,7 @@ def print_summary(trainer: Any) -> None:
         if key.startswith(_LAYER_PREFIX):
             table.add_row(f"  {escape(key.removeprefix(_LAYER_PREFIX))}", f"{float(value):.2%}")
     gates = gate_layers(trainer.lightning_module, required=False)
-    if unwatched := len(gates.keys() - set(watched_gates(trainer))):
+    if unwatched := len(gates.keys() - set(watched_gates(trainer.callbacks))):
         table.add_row(f"{unwatched} of {len(gates)} gates", "not watched for collapse")
     console = Console()
     console.print(table)

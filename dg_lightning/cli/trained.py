@@ -53,7 +53,8 @@ def resolve_checkpoint(given: Any) -> str:
         return path
     folder = tempfile.mkdtemp(prefix="dg-lightning-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    local = Path(folder, "downloaded.ckpt")
+    local = Path(folder, "checkpoints", "downloaded.ckpt")  # as in a run, whose folder is private
+    local.parent.mkdir()
     with opened(path) as source, local.open("wb") as file:
         shutil.copyfileobj(source, file)
     return str(local)

@@ -37,7 +37,7 @@ class WholeNet:
 
 
 class _NoTracker(nullcontext[None]):
-    """Takes the place of the tracker of a FLOP counter, which counts by module."""
+    """Takes the place of the tracker of a FLOP counter, which reads its `parents`."""
 
     parents = frozenset({"Global"})
 
@@ -77,8 +77,10 @@ class CountWholeNet:
         self._flops = dict.fromkeys(self._tracked, 0)
         self._between = dict.fromkeys(self._gates, 0)
         self._ran: set[str] = set()
+        self._made: dict[str, list[int]] = {}  # other FLOPs when producers ran last, by gate
         children = [child for child in module.children() if not isinstance(child, Metric)]
-        self._roots = [module, *children]
+        roots = [module, *children]
+        self._roots = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
         self._depth = 0
         self._total = 0
 
@@ -117,14 +119,13 @@ class CountWholeNet:
         """Count what runs after a gate's producers and before its consumer, outside of maps."""
         if not feeds.scales_between:
             return
-        made: list[int] = []
+        made = self._made.setdefault(name, [])
 
         def elsewhere() -> int:
             return self._counter.get_total_flops() - self._counted() - sum(self._between.values())
 
         def on_exit(*_: Any) -> None:
-            if not made:  # attention by position multiplies keys before all producers have run
-                made.append(elsewhere())
+            made[:] = [elsewhere()]
 
         def on_enter(*_: Any) -> None:
             if made:
@@ -138,6 +139,9 @@ class CountWholeNet:
         before: list[int] = []
 
         def on_enter(*_: Any) -> None:
+            if not self._depth:
+                for made in self._made.values():  # the consumer of an earlier pass did not run
+                    made.clear()
             self._depth += 1
             before.append(self._counter.get_total_flops())
 

@@ -63,6 +63,8 @@ class WatchedUnits:
             return
         x = first_tensor(args, kwargs).detach().movedim(unit_axis(consumer), -1)
         rows = x.reshape(-1, self.size).to(self.activity.dtype)
+        if not len(rows):
+            return
         self.activity, self.mean, self.age = (
             values.to(rows.device) for values in (self.activity, self.mean, self.age)
         )

@@ -1,6 +1,6 @@
 """Output of a gate snapshot: files of the run, pictures and tables in loggers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
         tables.write_inputs(on_input, shape, getattr(data, "feature_names", None) or ())
     if verdicts := _verdicts(trainer):
         tables.write_verdicts(verdicts)
-    tables.write_watched(watched_gates(trainer))
+    tables.write_watched(watched_gates(trainer.callbacks))
 
 
 def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: bool) -> None:
@@ -108,9 +108,9 @@ def _verdicts(trainer: Any) -> list[dict[str, Any]]:
     return [v for callback in trainer.callbacks for v in getattr(callback, "verdicts", [])]
 
 
-def watched_gates(trainer: Any) -> list[str]:
+def watched_gates(callbacks: Iterable[Any]) -> list[str]:
     """Return the names of the gates that some callback watches for collapse."""
-    return [name for callback in trainer.callbacks for name in getattr(callback, "watched", ())]
+    return [name for c in callbacks for name in getattr(c, "watched_for_collapse", ())]
 
 
 def log_scalar(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:

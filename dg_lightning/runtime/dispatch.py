@@ -148,7 +148,7 @@ class Runner:
 
     def __getstate__(self) -> dict[str, Any]:
         # Measurements and views are specific to this instance and device.
-        return {"engine": self.engine, "_fastest": {}, "_views": {}}
+        return {**self.__dict__, "_fastest": {}, "_views": {}}
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import io
 import shlex
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,13 +59,15 @@ def cheapest_within(
     return min(eligible, key=lambda t: (t.values[1], -t.values[0]), default=None)
 
 
-def write_results(search: "Search", shared: SharedStudy, run_command: RunCommand) -> str:
+def write_results(
+    search: "Search", shared: SharedStudy, run_command: RunCommand | None = None
+) -> str:
     """Write results.csv, summary.md, and the configs of the Pareto front and the chosen trial.
 
     Args:
         search: The search.
         shared: Its trials.
-        run_command: Runs `fit`, which also resolves options.
+        run_command: Runs `fit`, which also resolves options; None to write no configs.
     """
     trials = shared.trials(*TrialState)
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
@@ -96,9 +98,9 @@ def write_results(search: "Search", shared: SharedStudy, run_command: RunCommand
         "|---|---:|---:|---:|---|",
     ]
     for trial in front:
-        path = _front_path(search, trial)
-        if not path.exists():
-            write_text(path, _resolved_config(search, trial, run_command))
+        if run_command is not None:
+            config = _resolved_config(search, trial, run_command)
+            write_text(_front_path(search, trial), config)
         accuracy, macs = trial.values
         share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
         settings = ", ".join(f"`{value}`" for value in format_params(trial))
@@ -115,8 +117,8 @@ def write_results(search: "Search", shared: SharedStudy, run_command: RunCommand
         chosen = cheapest_within(candidates, baseline.values[0], search.tolerance)
         if chosen is None:
             text += f" No trial is within {100 * search.tolerance:.2f} points of it."
-        else:
-            write_text(path, _front_path(search, chosen).read_text(encoding="utf-8"))
+        elif run_command is not None:
+            write_text(path, _resolved_config(search, chosen, run_command))
             text += (
                 f" The cheapest within {100 * search.tolerance:.2f} points is trial "
                 f"{chosen.number}: `dg-lightning fit --config {shlex.quote(str(path))}`."
@@ -132,6 +134,10 @@ def _front_path(search: "Search", trial: FrozenTrial) -> Path:
 def _resolved_config(search: "Search", trial: FrozenTrial, run_command: RunCommand) -> str:
     """Return the whole config of a trial, made from the base and its parameters alone."""
     printed = io.StringIO()
-    with redirect_stdout(printed), suppress(SystemExit):  # which ends every `--print_config`
-        run_command(["fit", *search.arguments(search.values_of(trial)), "--print_config"], ())
+    try:
+        with redirect_stdout(printed):
+            run_command(["fit", *search.arguments(search.values_of(trial)), "--print_config"], ())
+    except SystemExit as end:  # which ends every `--print_config`
+        if end.code not in (0, None):
+            raise
     return printed.getvalue()

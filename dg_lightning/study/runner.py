@@ -161,6 +161,8 @@ def run_workers(work: Work[T], settings: T, run_command: RunCommand, workers: in
         work(settings, run_command, 0, None)
     except (KeyboardInterrupt, SystemExit):
         print("Interrupted; run the same command to continue.", flush=True)
+        for process in others:
+            process.terminate()
         raise
     for process in others:
         process.join()

@@ -275,7 +275,7 @@ def _worker_loop(search: Search, run_command: RunCommand, index: int, parent: in
             trial = shared.ask()
             with shared.heartbeat(trial):
                 _run_trial(search, run_command, shared, trial)
-            write_results(search, shared, run_command)
+            write_results(search, shared)
 
 
 def _requeue_lost(shared: SharedStudy) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import quote, quote_plus
 
 import optuna
 from filelock import FileLock, Timeout
@@ -18,8 +17,8 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import Engine, event, make_url
-from sqlalchemy.exc import ArgumentError, IntegrityError, ProgrammingError, SQLAlchemyError
+from sqlalchemy import Engine, event
+from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 
 from dg_lightning.files import locked
 
@@ -222,12 +221,13 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
             if left and isinstance(cause, (IntegrityError, ProgrammingError)):
                 time.sleep(random.uniform(0.1, 1.0))
                 continue
-            reason = str(error).splitlines()[0]
-            for secret in _secrets(url):
-                reason = reason.replace(secret, "***")
+            shown = hide_secrets(url)
+            # Drivers may repeat a password, or a part of it.
+            reason = str(error).splitlines()[0] if shown == url else type(error).__name__
+            reason = str(error) if isinstance(error, ModuleNotFoundError) else reason
             raise ValueError(
                 f"`storage` must be the URL of a database that can be reached, whose driver is "
-                f"installed, such as postgresql+psycopg://user@host/name, got {hide_secrets(url)}: "
+                f"installed, such as postgresql+psycopg://user@host/name, got {shown}: "
                 f"{reason}"
             ) from None  # the cause repeats the password
     raise AssertionError("unreachable: the last try returns or raises")
@@ -239,24 +239,14 @@ def hide_secrets(url: str) -> str:
     >>> hide_secrets("postgresql://me:secret@host/x?password=secret")
     'postgresql://me:***@host/x?password=***'
     """
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        return f"{url.partition(':')[0].partition('/')[0]}:***"
-    shown = parsed.set(query={}).render_as_string(hide_password=True)
-    options = "&".join(f"{name}=***" for name in parsed.query)
-    return f"{shown}?{options}" if options else shown
-
-
-def _secrets(url: str) -> list[str]:
-    """Return the parts of a URL that errors must not repeat, longest first."""
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError):
-        return [url, url.partition("://")[2] or url]
-    texts = [parsed.password or "", *map(str, parsed.query.values())]
-    found = {url, *texts, *map(quote, texts), *map(quote_plus, texts)}
-    return sorted(found - {""}, key=len, reverse=True)
+    address, mark, query = url.partition("?")
+    before, at, host = address.rpartition("@")
+    scheme, slashes, login = before.rpartition("//")
+    user, colon, _ = login.partition(":")
+    if at and colon:
+        address = f"{scheme}{slashes}{user}:***@{host}"
+    names = [option.partition("=")[0] for option in query.split("&")]
+    return address + mark + "&".join(f"{name}=***" for name in names if mark)
 
 
 def _serialize_transactions(engine: Engine) -> None:

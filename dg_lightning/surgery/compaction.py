@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dg_lightning.compute.maps import as_matrix
 from dg_lightning.gates import Gate, set_connections
@@ -39,6 +40,8 @@ class Compact:
         attributes: Every number of a module that has changed: `"blocks.0.attn.num_heads": 2`.
         kept: What is left of each parameter and buffer: axis and indices, one after another.
         unused: Parameters that no example used. A branch that runs them was not seen, and may fail.
+        hook: Explains shape errors of the model. Call its `remove()` before `torch.jit.script`, or
+            before pickling the model for a process without this package.
     """
 
     model: nn.Module = field(repr=False)
@@ -47,6 +50,7 @@ class Compact:
     attributes: dict[str, int] = field(default_factory=dict, repr=False)
     kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, repr=False)
     unused: list[str] = field(default_factory=list)
+    hook: RemovableHandle | None = field(default=None, repr=False, compare=False)
 
     def carry_state(self, model: nn.Module, before: Optimizer, after: Optimizer) -> None:
         """Give the optimizer of the compact model what that of the gated one had learned.
@@ -141,23 +145,25 @@ def compact(
             result.notes.append(
                 f"{name}: all {units.kind} are closed, one stays: a layer needs one."
             )
-    explain_shape_errors(small)
+    result.hook = explain_shape_errors(small)
     return result
 
 
-def explain_shape_errors(model: nn.Module) -> None:
+def explain_shape_errors(model: nn.Module) -> RemovableHandle:
     """Let errors of a compact model say what may have caused them."""
-    model.register_forward_hook(_add_note, always_call=True)
+    return model.register_forward_hook(_add_note, always_call=True)
 
 
 def _add_note(model: nn.Module, args: Any, output: Any) -> None:
-    error = sys.exc_info()[1]
+    error = sys.exc_info()[1] if output is None else None
     if isinstance(error, RuntimeError | ValueError | IndexError):
-        error.add_note(
+        note = (
             f"`compact` has removed units from this {type(model).__name__}. If shapes do not fit, "
             "this call takes a branch that its examples did not take: give one that does in "
             "`more_examples`."
         )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def _close_for_good(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:

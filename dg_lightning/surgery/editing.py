@@ -13,12 +13,22 @@ _MAKES = ("out_features", "out_channels", "nf")  # attributes of maps: their out
 _READS = ("in_features", "in_channels", "nx")
 
 
-# In names of attributes: what counts units or heads, and what may be equal to it by chance, such as
-# the number of heads that share a key, or of positions.
-_COUNT_WORDS = ("head", "dim", "size", "feature", "channel", "width", "hidden", "inner", "embed")
+# Words in the names of attributes that count units or heads.
+_COUNT_WORDS = ("channel", "dim", "embd", "embed", "feature", "ffn", "filter", "group", "head")
+_WIDTH_WORDS = ("hidden", "inner", "inter", "mid", "nf", "plane", "size", "unit", "width")
+_PREFIXES = ("d_", "n_")
+# Words in the names of attributes that may be equal to such a number by chance.
 _OTHER_WORDS = (
-    *("bucket", "group", "idx", "index", "kernel", "layer"),
-    *("len", "max", "pos", "stride", "window"),
+    "bucket",
+    "ctx",
+    "idx",
+    "index",
+    "kernel",
+    "layer",
+    "len",
+    "pos",
+    "stride",
+    "window",
 )
 
 
@@ -77,9 +87,7 @@ class Edit:
         return [
             (name, key)
             for name, key in sorted(among)
-            if getattr(self.model.get_submodule(name), key) in widths
-            and any(word in key for word in _COUNT_WORDS)
-            and not any(word in key for word in _OTHER_WORDS)
+            if getattr(self.model.get_submodule(name), key) in widths and _is_count(key)
         ]
 
     def _cut_map(self, name: str, axis: int, keep: Tensor, numbers: tuple[str, ...]) -> None:
@@ -121,6 +129,17 @@ class Edit:
                 kept.setdefault(full, []).append(part)
             else:
                 attributes[full] = getattr(self.model.get_submodule(name), key)
+
+
+def _is_count(key: str) -> bool:
+    """Return whether the name of an attribute says that it counts units or heads.
+
+    Llama's `num_key_value_groups` is the number of heads that share a key.
+    """
+    if "key_value_group" in key or any(word in key for word in _OTHER_WORDS):
+        return False
+    words = (*_COUNT_WORDS, *_WIDTH_WORDS)
+    return key.startswith(_PREFIXES) or any(word in key for word in words)
 
 
 def _numbers(module: nn.Module) -> list[tuple[str, int]]:

@@ -260,9 +260,33 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     for state in (checkpoint, *checkpoint.get("callbacks", {}).values()):
         saved = state.get("add_gates") if isinstance(state, dict) else None
         if saved is not None:
-            part = model.get_submodule(saved["module"])
+            try:
+                part = model.get_submodule(saved["module"])
+                found, settings = Found.from_state(saved["found"]), saved["settings"]
+                for units in found.units.values():
+                    _check_units(part, units, settings)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"The checkpoint holds gates that do not fit {type(model).__name__} ({error})."
+                ) from error
             if not gated_units(part):
-                put_gates(part, Found.from_state(saved["found"]), saved["settings"])
+                put_gates(part, found, settings)
+
+
+def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSettings]) -> None:
+    """Raise ValueError for units from a file that are not those of a model."""
+    consumer: Any = model.get_submodule(units.consumer)
+    fits = units.size == as_matrix(consumer, consumer.weight).shape[1]
+    fits = fits and units.block_size > 0 and units.size % units.block_size == 0
+    for name, blocks in units.producers.items():
+        producer: Any = model.get_submodule(name)
+        rows = as_matrix(producer, producer.weight).shape[0]
+        fits = fits and blocks.shape == (rows,) and blocks.dtype == torch.int64
+        fits = fits and bool(((blocks >= 0) & (blocks < units.blocks)).all())
+    if not fits or units.kind not in settings:
+        raise ValueError(
+            f"The checkpoint holds gates for {units.consumer} that do not fit it: give another one."
+        )
 
 
 def gated_units(model: nn.Module) -> dict[str, tuple[Units, Gate]]:

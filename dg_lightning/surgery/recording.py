@@ -70,17 +70,26 @@ def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[
             f"{type(model).__name__} must be run once to see how its layers are connected: give "
             "an `example` of what it is called with (a tensor, a tuple, or a dict by name)."
         )
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if first is not None:  # Lightning moves and casts batches, but not examples
+    # Lightning moves and casts batches, but not examples.
+    first = next(model.parameters(), None)
+    if first is not None:
         example = move_data_to_device(example, first.device)
-    if first is not None and first.dtype != torch.float32:
-        dtype = first.dtype
+    dtypes = _dtypes(model)
+    if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16, torch.float64}:
+        (dtype,) = dtypes
         example = apply_to_collection(
-            example, Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x
+            example, Tensor, lambda x: x.to(dtype) if x.dtype == torch.float32 else x
         )
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Return the dtypes of a model's weights, without those of gates."""
+    gates = {p for gate in gate_submodules(model) for p in gate.parameters()}
+    weights = [p for p in model.parameters() if p not in gates]
+    return {p.dtype for p in weights if p.is_floating_point()}
 
 
 def offered_example(model: nn.Module) -> Any:
@@ -118,14 +127,15 @@ def call_model(
 
     Args:
         model: The model.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        context: In which it runs.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        context: A context that the model runs in.
     """
     outputs: list[Tensor] = []
-    with _evaluating(model), context or nullcontext():
+    # Some models take gradients of their inputs.
+    with _evaluating(model), torch.enable_grad(), context or nullcontext():
         apply_to_collection(model(*args, **(kwargs or {})), Tensor, outputs.append)
-    return outputs
+    return [output.detach() for output in outputs]
 
 
 def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1.0) -> Recording:
@@ -212,7 +222,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             child.training = False
         for parameter, _ in flags:
             parameter.requires_grad_(False)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        devices = {p.device for p in model.parameters() if p.is_cuda}
+        with (
+            torch.random.fork_rng(devices=sorted(device.index for device in devices)),
+            torch.compiler.set_stance("force_eager"),
+            torch.no_grad(),
+        ):
             yield
     finally:
         for child, training in modes:

@@ -65,9 +65,10 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
                 old = nn.Parameter(new, old.requires_grad) if is_parameter else new
                 setattr(module, key, old)
             old.copy_(tensor)
-            loaded.add(old.data_ptr())  # of tied weights too, which the file holds once
-    for full, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.data_ptr() not in loaded:
+            loaded.add(id(old))
+    saved = model.state_dict().keys()
+    for full, tensor in [*model.named_parameters(), *model.named_buffers()]:  # tied ones once
+        if full in saved and id(tensor) not in loaded:
             raise ValueError(f"{path} lacks {full}, which {type(model).__name__} has.")
     explain_shape_errors(model)
     return model

@@ -3,8 +3,9 @@
 import pickle
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import IO, Any, Self
@@ -21,9 +22,9 @@ from dg_lightning.training.spec import check_trusted
 
 __all__ = [
     "TrustedLoading",
+    "check_weights",
     "checked",
     "ends_epoch",
-    "is_finite",
     "limited_to_weights",
     "opened",
     "preparation_in",
@@ -37,7 +38,8 @@ _OUTDATED = ("hparams", "module_arguments", "hparams_type")
 _NOT_OF_DATA = (*_HYPER_PARAMETERS, "callbacks", "loops", "state_dict")
 _VERSION = "pytorch-lightning_version"
 _MAX_EXPANDED = 2**20  # entries of a tensor that is larger than what the file holds of it
-_SPARE_ENTRIES = 10**5  # that a model may have beyond four times its saved weights
+_SPARE_ENTRIES = 2**28  # that a model may have beyond four times its saved weights
+_MIN_ENTRIES = 10**4  # that a tensor counts as: very many small ones take time, too
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange,
     torch.empty,
@@ -74,7 +76,7 @@ def opened(source: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
 
 def _local_path(source: str | Path) -> Path:
     path = Path(source)
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(
             f"There is no checkpoint {str(source)!r}: give the path of one with --ckpt_path."
         )
@@ -107,6 +109,12 @@ def read_checkpoint(
         _local_path(source)
     else:
         start = source.tell()
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:  # torch stores its tensors as they are
+            if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                raise ValueError(f"{named} is compressed, which no checkpoint is: give another.")
+    if not isinstance(source, (str, Path)):
+        source.seek(start)
     try:
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_path)
     except _UNREADABLE as error:
@@ -145,11 +153,16 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{source} holds no `state_dict`, the weights: give another checkpoint.")
+    if not all(isinstance(name, str) for name in content["state_dict"]):
+        raise ValueError(f"{source}: the names of weights must be text: give another checkpoint.")
     for name, tensor in content["state_dict"].items():
-        if reason := _rejection_reason(tensor):
-            raise ValueError(f"{source} holds {reason} ({name}): give another checkpoint.")
+        if isinstance(tensor, Tensor) and _is_expanded(tensor):
+            raise ValueError(f"{source} holds weights larger than the file ({name}): give another.")
     if any(map(_is_expanded, _tensors(content))):
         raise ValueError(f"{source} holds tensors larger than itself: give another checkpoint.")
+    for key in ("callbacks", "loops"):
+        if not isinstance(content.get(key, {}), dict):
+            raise ValueError(f"{source}: `{key}` is not a dict: give another checkpoint.")
     for key in _OUTDATED:
         if key in content:
             raise ValueError(
@@ -162,28 +175,23 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
     return content
 
 
-def _rejection_reason(weight: Any) -> str | None:
-    """Return why something is no weight, None if it is one."""
-    if not isinstance(weight, Tensor):
-        # Modules may save plain values as their extra state.
-        return None if isinstance(weight, dict | bytes) else "weights that are no tensor"
-    if weight.is_meta or weight.is_quantized or weight.is_nested or weight.layout != torch.strided:
-        return "weights that are no plain tensor"
-    if weight.is_complex():
-        return "weights that are complex"
-    if _is_expanded(weight):
-        return "weights larger than the file"
-    if not weight.is_floating_point():
-        return None
-    if is_finite(weight):
-        return None
-    is_mask = bool(((weight == 0) | weight.isneginf()).all())  # as attention adds to its scores
-    return None if is_mask and bool((weight == 0).any()) else "weights that are no finite numbers"
+def check_weights(state_dict: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise ValueError for parameters or running statistics that are no finite real numbers.
+
+    Other buffers may be infinite, as the masks of attention are.
+    """
+    buffers = [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]
+    for name in (*dict(model.named_parameters()), *buffers):
+        if name in state_dict and not _is_usable(state_dict[name]):
+            raise ValueError(f"The checkpoint holds weights that are no finite numbers ({name}).")
 
 
-def is_finite(weight: Tensor) -> bool:
-    """Return whether all values are finite, in float32 too."""
-    return bool(weight.isfinite().all()) and bool(weight.to(torch.float32).isfinite().all())
+def _is_usable(weight: Any) -> bool:
+    if not isinstance(weight, Tensor) or weight.layout != torch.strided:
+        return False
+    if weight.is_meta or weight.is_quantized or weight.is_nested or weight.is_complex():
+        return False
+    return bool(weight.to(torch.float32).isfinite().all())
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -205,29 +213,26 @@ def _tensors(content: Any) -> Iterator[Tensor]:
             pending.extend(value.values() if isinstance(value, Mapping) else value)
 
 
-def limited_to_weights(
-    checkpoint: Mapping[str, Any], source: object
-) -> AbstractContextManager[Any]:
+def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_EntryLimit":
     """Refuse to make models much larger than the weights of a checkpoint.
 
-    Hyper-parameters could ask for any number of units or layers. Lazy modules are not limited.
+    Hyper-parameters could ask for any number of units or layers.
 
     Args:
         checkpoint: The checkpoint.
         source: Where it comes from, to be named in the message.
     """
     weights = [w for w in checkpoint["state_dict"].values() if isinstance(w, Tensor)]
-    if any(isinstance(w, torch.nn.UninitializedParameter) for w in weights):
-        return nullcontext()
-    return _EntryLimit(4 * sum(w.numel() for w in weights) + _SPARE_ENTRIES, source)
+    storages = {w.data_ptr(): w.numel() for w in weights if w.layout == torch.strided}
+    return _EntryLimit(4 * sum(max(n, _MIN_ENTRIES) for n in storages.values()), source)
 
 
 class _EntryLimit(TorchFunctionMode):
-    """Refuses to create tensors with more entries in all than a limit."""
+    """Refuses to create tensors with many more entries in all than a limit."""
 
     def __init__(self, limit: int, source: object) -> None:
         super().__init__()
-        self.limit, self.entries, self.source = limit, 0, source
+        self.limit, self.entries, self.source = limit + _SPARE_ENTRIES, 0, source
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -244,7 +249,7 @@ class _EntryLimit(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _add(self, entries: int) -> None:
-        self.entries += entries
+        self.entries += max(entries, _MIN_ENTRIES)
         if self.entries > self.limit:
             raise ValueError(
                 f"{self.source}: the hyper-parameters ask for a model much larger than its "
@@ -300,20 +305,24 @@ class TrustedLoading(pl.LightningModule):
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, strict, False, **kwargs
             )
-        with (
-            checked(cls, checkpoint_path, hparams_file) as (file, saved, hparams),
-            limited_to_weights(saved, _name_of(checkpoint_path)),
-        ):
-            return super().load_from_checkpoint(
-                file, map_location, strict=strict, weights_only=True, **(hparams | kwargs)
-            )
+        shown = checkpoint_path if isinstance(checkpoint_path, (str, Path)) else "The checkpoint"
+        with checked(cls, checkpoint_path, hparams_file) as (file, limit, hparams):
+            try:
+                with limit:
+                    return super().load_from_checkpoint(
+                        file, map_location, strict=strict, weights_only=True, **(hparams | kwargs)
+                    )
+            except ValueError as error:
+                if str(shown) in str(error):
+                    raise
+                raise ValueError(f"{shown}: {error}") from error
 
 
 @contextmanager
 def checked(
     cls: type, source: str | Path | IO[bytes], hparams_file: str | Path | None
-) -> Iterator[tuple[IO[bytes], dict[str, Any], dict[str, Any]]]:
-    """Yield a checkpoint that has been checked: as an open file, its content, and arguments.
+) -> Iterator[tuple[IO[bytes], "_EntryLimit", dict[str, Any]]]:
+    """Yield a checkpoint that has been checked, as an open file; a limit of sizes; and arguments.
 
     Args:
         cls: What is loaded.
@@ -326,11 +335,11 @@ def checked(
         if any("_instantiator" in saved.get(key, {}) for key in _HYPER_PARAMETERS):
             raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
         hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
-        yield file, saved, hparams
-
-
-def _name_of(source: str | Path | IO[bytes]) -> object:
-    return source if isinstance(source, (str, Path)) else "The checkpoint"
+        limit = limited_to_weights(
+            saved, source if isinstance(source, (str, Path)) else "The checkpoint"
+        )
+        del saved  # which takes as much memory as what is loaded
+        yield file, limit, hparams
 
 
 def _read_hparams(cls: type, path: Path) -> dict[str, Any]:

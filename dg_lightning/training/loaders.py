@@ -12,7 +12,7 @@ __all__ = ["loader_generators"]
 def loader_generators(loaders: Any) -> list[torch.Generator]:
     """Return the generators that torch loaders and their samplers were given, each once."""
     found: list[torch.Generator] = []
-    for loader in CombinedLoader(loaders or []).flattened:
+    for loader in CombinedLoader([] if loaders is None else loaders).flattened:
         if isinstance(loader, DataLoader):
             inner = getattr(loader.batch_sampler, "sampler", None)
             for holder in (loader, loader.sampler, loader.batch_sampler, inner):

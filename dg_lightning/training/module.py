@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,8 +22,8 @@ from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.captured import CapturedSteps
 from dg_lightning.training.checkpoint import (
     TrustedLoading,
+    check_weights,
     ends_epoch,
-    is_finite,
     preparation_in,
 )
 from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
@@ -44,8 +43,8 @@ _SPARSE = (
 )
 
 _UNFINISHED = (
-    "The checkpoint is of an epoch's last batch, before its validation, which Lightning leaves "
-    "out, with all that callbacks do when an epoch ends: add ExactResume to go on exactly there."
+    "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and the "
+    "hooks that end this epoch: add ExactResume, which does not."
 )
 
 
@@ -198,11 +197,10 @@ class GatedModule(CapturedSteps, TrustedLoading):
     ) -> dict[str, Tensor]:
         x, target = batch
         samples = self.samples_in(target)
-        known = self._is_counted or torch.compiler.is_compiling()
-        with nullcontext() if known else CountWholeNet(self.net) as count:
+        if self._is_counted or torch.compiler.is_compiling():
             logits = self(x)
-        if count is not None:
-            self._whole_net, self._is_counted = count.result(samples), True
+        else:
+            logits = self._count(x, samples)
         loss = self.task_loss(logits, target)
         self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
         metrics.update(*self.judged(logits, target))
@@ -211,6 +209,20 @@ class GatedModule(CapturedSteps, TrustedLoading):
             self.log(name, metric, batch_size=samples, prog_bar=is_shown)
         ledger.update(self.net, samples)
         return {"logits": logits}  # for callbacks
+
+    def _count(self, x: Tensor, samples: int) -> Tensor:
+        """Return the logits, and count what the whole net computes."""
+        self._is_counted = True
+        try:
+            with CountWholeNet(self.net) as count:
+                logits: Tensor = self(x)
+        except Exception as error:  # of torch's counter, or of the net, which raises it again
+            logits = self(x)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            rank_zero_warn(f"The MACs of the whole net cannot be counted ({reason}).")
+            return logits
+        self._whole_net = count.result(samples)
+        return logits
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -271,13 +283,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
             rank_zero_warn(_UNFINISHED)
         self.preparation = preparation_in(checkpoint)
         restore_gates(self, checkpoint)
-        for name, _ in self.named_parameters():
-            weight = checkpoint["state_dict"].get(name)
-            if isinstance(weight, Tensor) and not is_finite(weight):
-                raise ValueError(
-                    f"The checkpoint holds weights that are no finite numbers ({name}): give "
-                    "another one."
-                )
+        check_weights(checkpoint["state_dict"], self)
 
     @override
     def configure_gradient_clipping(

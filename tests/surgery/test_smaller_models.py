@@ -191,10 +191,10 @@ def test_numbers_that_an_example_does_not_need_follow_too() -> None:
     class Mentions(GroupedAttention):
         def __init__(self) -> None:
             super().__init__()
-            self.num_key_heads, self.layer_idx = 2, 2  # neither is read here
+            self.num_key_groups, self.layer_idx = 2, 2  # neither is read here
 
     result: Any = compact(gated(Mentions(), x, heads=STATIC), x)
-    assert (result.model.num_key_heads, result.model.layer_idx) == (1, 2)
+    assert (result.model.num_key_groups, result.model.layer_idx) == (1, 2)
 
 
 def test_shared_weights_are_refused() -> None:

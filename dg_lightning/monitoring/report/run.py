@@ -46,7 +46,7 @@ class RunRecord:
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
     verdicts: list[dict[str, str]]
-    watched: set[str]  # gates that were watched for collapse
+    watched: set[str] | None  # gates that were watched for collapse; None if not recorded
     tasks: Tensor | None = None  # accuracy after learning each task (rows), by task (columns)
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def read_run(folder: Path) -> RunRecord:
         confusion=_read_confusion(tested / "confusion.csv"),
         compute=read_rows(tested / "compute.csv"),
         verdicts=read_rows(gates / "collapse.csv"),
-        watched={row["layer"] for row in read_rows(gates / "watched.csv")},
+        watched=_read_watched(gates / "watched.csv"),
         tasks=read_tasks(folder / "tasks.csv"),
         config=_read_text(folder / "config.yaml"),
         versions=_read_versions(folder / "versions.json"),
@@ -117,6 +117,10 @@ def _read_text(path: Path) -> str:
 def _read_versions(path: Path) -> dict[str, str]:
     versions: dict[str, str] = json.loads(_read_text(path) or "{}")
     return versions
+
+
+def _read_watched(path: Path) -> set[str] | None:
+    return {row["layer"] for row in read_rows(path)} if path.is_file() else None
 
 
 def _read_numbers(path: Path) -> list[dict[str, float]]:

@@ -193,6 +193,8 @@ def _collapse(run: RunRecord) -> str:
     if run.verdicts:
         rows = [[v["step"], v["layer"], v["mode"].replace("_", " ")] for v in run.verdicts]
         return table(["step", "gate", "failure"], rows)
+    if run.watched is None:  # a run of an earlier version
+        return "<p>No failure was recorded.</p>" if run.layers else ""
     gates = dict.fromkeys(row["layer"] for row in run.layers)
     if unwatched := [name for name in gates if name not in run.watched]:
         names = "Gates were" if len(unwatched) == len(gates) else f"{', '.join(unwatched)}:"
