@@ -167,7 +167,12 @@ SAVING: dict[str, dict[str, Any]] = {
 
 
 def interrupted(
-    folder: Path, stops: list[int], saving: str, loader: str = "", **settings: Any
+    folder: Path,
+    stops: list[int],
+    saving: str,
+    loader: str = "",
+    kind: type[Recorded] = Recorded,
+    **settings: Any,
 ) -> tuple[dict[str, Tensor], int, list[list[Any]]]:
     """Train, stopped and resumed after these steps; return weights, steps and events by run."""
     data = DigitsDataModule(batch_size=256, split_seed=0)
@@ -176,7 +181,7 @@ def interrupted(
     events = []
     for stop in [*stops, None]:
         pl.seed_everything(3, verbose=False)
-        model = Recorded()
+        model = kind()
         events.append(model.events)
         checkpoints = ModelCheckpoint(folder, save_last=True, **SAVING[saving])
         trainer = pl.Trainer(
@@ -263,5 +268,45 @@ def test_a_run_with_an_ordinary_loader_can_be_stopped_twice(
     assert rest_steps == steps
     for part in parts[1:]:
         assert part == events[events.index(part[0]) :][: len(part)]
+    for name, weight in whole.items():
+        assert torch.equal(weight, rest[name]), name
+
+
+class Skips(Recorded):
+    """Ends every epoch early, as Lightning allows."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+class Monitored(Recorded):
+    """Lets its learning rate depend on what an epoch has logged in training."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "train"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops", "saving"),
+    [
+        (Skips, [6], "epochs"),
+        (Skips, [6, 10], "epochs"),
+        (Monitored, [7], "steps"),
+        (Monitored, [7, 13], "steps"),
+    ],
+)
+def test_epochs_that_end_early_and_metrics_of_training_go_on_too(
+    kind: Any, stops: list[int], saving: str, tmp_path: Path
+) -> None:
+    whole, steps, _ = interrupted(tmp_path / "whole", [], saving, kind=kind)
+    rest, rest_steps, _ = interrupted(tmp_path / "rest", stops, saving, kind=kind)
+    assert rest_steps == steps
     for name, weight in whole.items():
         assert torch.equal(weight, rest[name]), name

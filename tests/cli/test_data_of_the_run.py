@@ -1,6 +1,7 @@
 """A run is tested, validated and used on its own data; what the command line says comes first."""
 
 import csv
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -156,3 +157,50 @@ def test_a_config_beside_a_checkpoint_imports_nothing(
         main(["test", "--config=digits/baseline", *QUIET])
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+OTHER_DATA = """
+from dg_lightning.datamodules import DigitsDataModule
+
+class Mine(DigitsDataModule):
+    pass
+"""
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+def test_the_class_of_the_data_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mydata.py").write_text(OTHER_DATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digits = "--config=digits/baseline"
+    main(["fit", digits, "--data=mydata.Mine", "--data.split_seed=5", *SHORT])
+    with pytest.raises(SystemExit):  # its package is not trusted
+        main(["test", digits, *QUIET])
+    assert "mydata.Mine" in capsys.readouterr().err
+    main(["test", digits, "--data=mydata.Mine", *QUIET])
+    assert data_of(tmp_path)["split_seed"] == 5
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+@pytest.mark.parametrize("moved", ["the project", "the checkpoint"])
+def test_the_data_is_that_of_the_run_wherever_it_is(moved: str, tmp_path: Path) -> None:
+    Path("project").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("project")
+        Path("my.yaml").write_text("data: {init_args: {split_seed: 1}}\n")
+        configs = ["--config=digits/baseline", "--config=my.yaml"]
+        main(["fit", *configs, "--data.split_seed=5", *SHORT])
+    place = Path("elsewhere")
+    if moved == "the project":
+        shutil.move("project", place)
+    else:
+        run = next(Path("project").rglob("config.yaml")).parent
+        (place / "run").mkdir(parents=True)
+        for path in (run / "config.yaml", run / "checkpoints" / "last.ckpt", "project/my.yaml"):
+            shutil.copy(path, place / ("run" if str(path) != "project/my.yaml" else "."))
+        configs.append("--ckpt_path=run/last.ckpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        main(["test", *configs, *QUIET])
+        assert data_of(tmp_path / place)["split_seed"] == 5

@@ -342,3 +342,15 @@ def test_past_the_recompile_limit_closed_gates_learn_or_a_warning_says_so(kind: 
     said = [warning for warning in caught if "gate" in str(warning.message).lower()]
     assert not silent or len(said) == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
+@pytest.mark.parametrize("kind", ["feed-forward", "mlp"])
+def test_copies_are_trained(kind: str, engine: Any) -> None:
+    net: Any = BlockGatedMLP(16, [32], 5, gate=UNSCALED, engine=engine)
+    if kind == "feed-forward":
+        net = GatedFeedForward(16, 32, gate=UNSCALED)
+        skip_closed_blocks(net, engine)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(torch.randn(3, 16)).sum().backward()
+        assert all(p.grad is not None for p in other.parameters())

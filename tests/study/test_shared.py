@@ -57,6 +57,7 @@ def test_a_database_that_cannot_be_reached_is_told_at_once(
     "url",
     [
         "postgresql+psycopg://me:s3cret@127.0.0.1:9/x",  # without its driver
+        "postgresql+psycopg://me:a@s3cret@127.0.0.1:9/x",
         "postgresql://me:s3cret@127.0.0.1:9/x",
         "postgresql://me@127.0.0.1:9/x?password=s3cret",
         "mysql+pymysql://me@127.0.0.1:9/x?passwd=s3cret&ssl_key_password=s3cret",

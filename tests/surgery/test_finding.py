@@ -369,3 +369,45 @@ class Standardized(nn.Conv2d):
 def test_maps_of_other_classes_are_found_or_named(net: nn.Module, x: Tensor) -> None:
     found = find_units(net, x)
     assert {"0", "2"} <= {*found.units, *found.left_alone}
+
+
+@pytest.mark.parametrize("unit", range(6))
+def test_a_single_unit_that_is_read_elsewhere_is_seen(unit: int) -> None:
+    net = Uses(lambda net, h, x: (net.second(h.relu()), h[..., unit].detach())).eval()
+    assert not find_units(net, X).units
+
+
+def test_a_model_that_takes_gradients_of_its_input_is_looked_at() -> None:
+    def forces(net: Any, h: Tensor, x: Tensor) -> Tensor:
+        energy = net.second(net.first(x.requires_grad_()).tanh()).sum()
+        options: Any = {"allow_unused": True, "materialize_grads": True}
+        (force,) = torch.autograd.grad(energy, x, create_graph=True, **options)
+        return energy + force.sum()
+
+    find_units(Uses(forces), X.clone())
+
+
+def test_outputs_that_differ_from_run_to_run_tell_nothing() -> None:
+    noise = torch.Generator().manual_seed(0)
+
+    def noisy(net: Any, h: Tensor, x: Tensor) -> Any:
+        return net.second(h.relu()), torch.rand(3, generator=noise)
+
+    assert set(find_units(Uses(noisy), X).units) == {"second"}
+
+
+def test_inputs_that_are_all_equal_stay_as_they_are() -> None:
+    def keep(net: Any, h: Tensor, x: Tensor) -> Any:
+        return net.second(h.relu()) * torch.bernoulli(x[..., :1])  # a probability
+
+    assert set(find_units(Uses(keep), torch.ones(3, 8)).units) == {"second"}
+
+
+def test_attention_to_an_empty_memory_is_no_attention_without_heads() -> None:
+    def attend(net: Any, h: Tensor, x: Tensor) -> Tensor:
+        query, nothing = x[None, None], torch.zeros(1, 1, 0, 8)
+        seen = nn.functional.scaled_dot_product_attention(query, nothing, nothing)
+        out: Tensor = net.second(h.relu()) + seen.nan_to_num().sum()
+        return out
+
+    assert set(find_units(Uses(attend), X).units) == {"second"}

@@ -1,6 +1,7 @@
 """What is refused in a checkpoint, in one clear line each."""
 
 import io
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from hostile import doubled, endless_list, memory_limit, time_limit
 from torch import Tensor, nn
 
 from dg_lightning import GatedClassifier, GatedMLP
+from dg_lightning.surgery import find_units, restore_gates
 from dg_lightning.training.checkpoint import read_checkpoint
 
+STATIC: Any = {"kind": "static"}
 WEIGHT = "net.output.weight"
 HUGE = 10**13  # sizes of this many bytes are refused by every machine
 
@@ -206,3 +209,55 @@ def test_a_file_cut_anywhere_is_one_line() -> None:
             with pytest.raises(ValueError, match=r"checkpoint") as caught:
                 read_checkpoint(source)
             assert "\n" not in str(caught.value)
+
+
+class Buffers(GatedMLP):
+    """A net with buffers that are larger than its weights, and infinite ones."""
+
+    def __init__(self, in_features: int, num_classes: int) -> None:
+        super().__init__(in_features, [4], num_classes)
+        self.register_buffer("causal", torch.ones(2048, 2048).tril().bool(), persistent=False)
+        self.register_buffer("lowest", torch.tensor(float("inf")))
+        self.register_buffer("masked", torch.full((3, 3), float("-inf")))
+        self.register_buffer("wide", torch.full((2,), -1e308, dtype=torch.float64))
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 3
+
+
+def test_buffers_may_be_large_and_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DG_TRUST", __name__)
+    net: Any = {"class_path": f"{__name__}.Buffers"}
+    model = GatedClassifier(net=net, input_shape=[3], num_classes=2)
+    found = checkpoint(state_dict=dict(model.state_dict()), hyper_parameters=dict(model.hparams))
+    torch.save(found, "a.ckpt")
+    loaded: nn.Module = GatedClassifier.load_from_checkpoint("a.ckpt").net
+    assert loaded.get_buffer("lowest").isinf()
+
+
+def test_a_packed_checkpoint_is_refused() -> None:
+    torch.save(checkpoint(), "stored.ckpt")
+    with (
+        zipfile.ZipFile("stored.ckpt") as stored,
+        zipfile.ZipFile("a.ckpt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for item in stored.infolist():
+            packed.writestr(item.filename, stored.read(item))
+    with pytest.raises(ValueError, match=r"a\.ckpt"):
+        GatedClassifier.load_from_checkpoint("a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("size", 10**9), ("producers", {"0": torch.full((6,), 10**12)}), ("kind", "heads")],
+)
+def test_gates_that_do_not_fit_are_refused(key: str, value: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    found = find_units(net, torch.randn(3, 8)).state()
+    found["units"]["2"][key] = value
+    saved = {"add_gates": {"module": "", "settings": {"feed_forward": STATIC}, "found": found}}
+    with pytest.raises(ValueError, match=r"Sequential|gates for 2"):
+        restore_gates(net, {"callbacks": {"AddGates": saved}})
