@@ -59,6 +59,7 @@ class CountWholeNet:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._net = module
         self._counter = FlopCounterMode(display=False)
         # Only the total is read. Torch's tracker of modules fails where a Parameter is the input of
         # a module and no gradient is wanted.
@@ -116,16 +117,22 @@ class CountWholeNet:
         stack.callback(module.register_forward_hook(on_exit).remove)
 
     def _track_between(self, stack: ExitStack, name: str, feeds: Feeds) -> None:
-        """Count what runs after a gate's producers and before its consumer, outside of maps."""
+        """Count what runs after a gate's producers and before its consumer, outside of maps.
+
+        It begins with the first producer if these are the only maps of a module: attention by
+        relative position multiplies before the last one has run. Otherwise it begins with the last.
+        """
         if not feeds.scales_between:
             return
+        home = self._home_of(feeds)
         made = self._made.setdefault(name, [])
 
         def elsewhere() -> int:
             return self._counter.get_total_flops() - self._counted() - sum(self._between.values())
 
         def on_exit(*_: Any) -> None:
-            made[:] = [elsewhere()]
+            if home is None or not made:
+                made[:] = [elsewhere()]
 
         def on_enter(*_: Any) -> None:
             if made:
@@ -133,7 +140,17 @@ class CountWholeNet:
 
         for producer in feeds.producers:
             stack.callback(producer.register_forward_hook(on_exit).remove)
+        if home is not None:
+            stack.callback(home.register_forward_pre_hook(lambda *_: made.clear()).remove)
         stack.callback(feeds.consumers[0].register_forward_pre_hook(on_enter).remove)
+
+    def _home_of(self, feeds: Feeds) -> nn.Module | None:
+        """Return the innermost module of a gate's producers, None if it holds other maps."""
+        producers = set(feeds.producers)
+        homes = [m for m in self._net.modules() if producers <= set(m.modules())]
+        home = homes[-1]
+        maps = {m.linear for m in self._maps.values()} & set(home.modules())
+        return home if maps <= {*producers, *feeds.consumers} else None
 
     def _track_root(self, stack: ExitStack, root: nn.Module) -> None:
         before: list[int] = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, GatedMLP
+from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, GatedMLP, add_gates
 from dg_lightning.callbacks import GateMonitor
 from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
@@ -265,3 +265,37 @@ def test_a_parameter_may_be_the_input_of_a_module(training: bool, context: type)
     assert whole is not None
     assert whole.other == 2 * 2 * POSITIONS * WIDTH
     assert whole.runs == {"project": 1, "up.linear": 2, "out": 2}
+
+
+class ByPosition(nn.Module):
+    """Attention that multiplies with positions before all of its maps have run, as in DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.p = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.position = nn.Parameter(torch.randn(POSITIONS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def by_head(values: Tensor) -> Tensor:
+            heads: Tensor = values.unflatten(-1, (2, WIDTH // 2)).transpose(-2, -3)
+            return heads
+
+        q, k = by_head(self.q(x)), by_head(self.k(x))
+        scores = q @ k.transpose(-1, -2)
+        scores = scores + q @ by_head(self.p(self.position)).transpose(-1, -2)
+        mixed = scores.softmax(-1) @ by_head(self.v(x))
+        out: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
+        return out
+
+
+def test_products_between_the_maps_of_heads_are_those_of_heads() -> None:
+    net, x = ByPosition().eval(), torch.randn(2, POSITIONS, WIDTH)
+    add_gates(net, heads={"kind": "static"}, example=x)
+    with CountWholeNet(net) as count:
+        net.q(x), net.k(x)  # a pass that has broken off
+        net(x)
+    whole = count.result(samples=2)
+    assert whole is not None
+    assert whole.between == {"out.dg_gate": 3 * POSITIONS**2 * WIDTH}
+    assert whole.other == 0

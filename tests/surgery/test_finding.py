@@ -378,7 +378,7 @@ def test_a_single_unit_that_is_read_elsewhere_is_seen(unit: int) -> None:
 
 
 def test_a_model_that_takes_gradients_of_its_input_is_looked_at() -> None:
-    def forces(net: Any, h: Tensor, x: Tensor) -> Tensor:
+    def forces(net: Any, h: Tensor, x: Tensor) -> Any:
         energy = net.second(net.first(x.requires_grad_()).tanh()).sum()
         options: Any = {"allow_unused": True, "materialize_grads": True}
         (force,) = torch.autograd.grad(energy, x, create_graph=True, **options)
