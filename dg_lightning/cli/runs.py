@@ -136,6 +136,9 @@ def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
         reason = " ".join(str(error).split())[:200]
         raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
     data: Any = whole.get("data") if isinstance(whole, dict) else None
+    from dg_lightning.training.spec import check_size  # here, because it imports torch
+
+    check_size(data, config)  # `json` would not end
     try:
         json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:

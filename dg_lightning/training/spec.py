@@ -19,6 +19,7 @@ __all__ = [
     "SchedulerSpec",
     "build",
     "check_classes",
+    "check_size",
     "check_trusted",
     "import_class",
     "modules_named",
@@ -84,7 +85,7 @@ def trust(*packages: str) -> None:
     _trusted.update(packages)
 
 
-def _check_size(values: Any, source: object) -> None:
+def check_size(values: Any, source: object) -> None:
     """Raise ValueError for plain values that hold themselves, or very many values.
 
     Lists can share their items, so that a small file asks for more than a computer can hold.
@@ -95,7 +96,7 @@ def _check_size(values: Any, source: object) -> None:
 
     >>> nested = [1]
     >>> nested.append(nested)
-    >>> _check_size(nested, "a.ckpt")
+    >>> check_size(nested, "a.ckpt")
     Traceback (most recent call last):
     ...
     ValueError: a.ckpt holds values that are nested too deeply or too many: give another file.
@@ -157,7 +158,7 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
     ...
     ValueError: a.ckpt names the class 'os.system', whose package is not trusted: ...
     """
-    _check_size(values, source)
+    check_size(values, source)
     named = {name.strip() for name in os.environ.get("DG_TRUST", "").split(",")} - {""}
     known = {*_trusted, *named, *also}
     for path in _class_paths(values):
@@ -186,7 +187,7 @@ def check_classes(values: Any) -> None:
     ...
     ValueError: 'os.system' must be a class, and is not: give a path as package.module.Class.
     """
-    _check_size(values, "The config")
+    check_size(values, "The config")
     for path in _class_paths(values):
         module, _, name = str(path).rpartition(".")
         found = getattr(importlib.import_module(module), name, None) if module else object
