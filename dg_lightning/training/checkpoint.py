@@ -39,7 +39,7 @@ _NOT_OF_DATA = (*_HYPER_PARAMETERS, "callbacks", "loops", "state_dict")
 _VERSION = "pytorch-lightning_version"
 _MAX_EXPANDED = 2**20  # entries of a tensor that is larger than what the file holds of it
 _SPARE_ENTRIES = 2**28  # that a model may have beyond four times its saved weights
-_MIN_ENTRIES = 10**4  # that a tensor counts as: very many small ones take time, too
+_MIN_ENTRIES = 10**5  # that a tensor counts as: very many small ones take time, too
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange,
     torch.empty,
