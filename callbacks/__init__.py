@@ -6,7 +6,6 @@ from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .ewc import EWC
 from .exact_resume import ExactResume
-from .gate_drift import GateDrift
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
@@ -30,7 +29,6 @@ __all__ = [
     "BudgetController",
     "CollapseDetector",
     "ExactResume",
-    "GateDrift",
     "GateMonitor",
     "GatePenalty",
     "MagnitudePruning",

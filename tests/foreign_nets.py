@@ -18,7 +18,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
     "ExactResume": {},
-    "GateDrift": {},
     "GateMonitor": {"every_n_epochs": 1},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
     "MinimumActivity": {"min_open": 0.1, "revive_after": 10},

@@ -1,6 +1,5 @@
 """Tasks in sequence: what callbacks ask of data, measures, and protection of what is learned."""
 
-from dg_lightning.continual.drift import DriftDetector, DriftReport
 from dg_lightning.continual.measures import (
     AccuracyMatrix,
     average_accuracy,
@@ -15,8 +14,6 @@ from dg_lightning.continual.tasks import TaskData, mask_classes, task_data
 
 __all__ = [
     "AccuracyMatrix",
-    "DriftDetector",
-    "DriftReport",
     "Protection",
     "TaskData",
     "average_accuracy",

@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:BudgetController"),
     pytest.mark.filterwarnings("ignore:τ has no effect"),
     pytest.mark.filterwarnings("ignore:.*never rewires"),
-    pytest.mark.filterwarnings("ignore:The reference of GateDrift"),
 ]
 PENALTIES: dict[str, Callable[[], Any]] = {
     "linear": lambda: GatePenalty(0.5),
@@ -89,7 +88,7 @@ ELSEWHERE.add("ReviveDormant")
 def test_every_callback_takes_it(name: str, tmp_path: Path) -> None:
     callback = make(name) if name != "MinimumActivity" else type(make(name))(0.1)
     trainer = trainer_for([callback], tmp_path, num_sanity_val_steps=0, max_steps=50)
-    trainer.fit(Deep("dynamic" if name == "GateDrift" else "static"), data())
+    trainer.fit(Deep("static"), data())
     assert trainer.global_step == 50
 
 

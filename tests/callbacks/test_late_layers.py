@@ -73,9 +73,6 @@ def test_they_are_found_in_a_test_too(name: str, tmp_path: Path) -> None:
             return {"logits": self.body(batch[0])}
 
     callback = make(name)
-    if name == "GateDrift":  # which a training must have gone before
-        trainer = trainer_for([callback], tmp_path, max_steps=-1, max_epochs=1)
-        trainer.fit(Late(name, "configure_model", True), data())
     trainer = trainer_for([callback], tmp_path, limit_test_batches=2)
     (metrics,) = trainer.test(Tested(name, "configure_model", False), data(), verbose=False)
     if name == "GateMonitor":
