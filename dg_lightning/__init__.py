@@ -1,10 +1,7 @@
 """Networks that decide which of their own units to run, for PyTorch Lightning."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from dg_lightning._moved import MOVED, keep_old_paths
 
 if TYPE_CHECKING:
     from dg_lightning.budget import penalty
@@ -62,17 +59,8 @@ _HOMES = {
     "trust": "training",
 }
 
-# In a checkout callbacks/, datamodules/ and configs/ lie beside this package; a wheel has them
-# inside it.
-if not (Path(__file__).parent / "callbacks").is_dir():
-    __path__.append(str(Path(__file__).parents[1]))
-
-keep_old_paths(__name__)
-
 
 def __getattr__(name: str) -> Any:
-    if name in MOVED:
-        return import_module(f"{__name__}.{MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

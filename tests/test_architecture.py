@@ -1,15 +1,11 @@
 """The house rules of ARCHITECTURE.md, read off the sources."""
 
 import ast
-import importlib
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from dg_lightning._moved import MOVED
 
 ROOT = Path(__file__).parents[1]
 # From the bottom to the top: a room may import rooms of its own line and of lines before it.
@@ -27,7 +23,7 @@ LEVEL = {room: index for index, rooms in enumerate(LEVELS) for room in rooms}
 
 def sources() -> Iterator[Path]:
     for folder in ("dg_lightning", "callbacks", "datamodules", "configs"):
-        yield from sorted((ROOT / folder).rglob("*.py"))
+        yield from sorted((ROOT / folder).rglob("*.py"))  # does not follow links
 
 
 def room_of(path: Path) -> str:
@@ -65,24 +61,6 @@ def test_rooms_of_one_level_import_each_other_one_way_only() -> None:
     assert not [(one, other) for one, other in pairs if (other, one) in pairs]
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_old_import_paths_work(old: str) -> None:
-    new = importlib.import_module(f"dg_lightning.{MOVED[old]}")
-    moved = importlib.import_module(f"dg_lightning.{old}")
-    for name in new.__all__:
-        assert getattr(moved, name) is getattr(new, name)
-
-
-def test_old_paths_have_specs_stars_and_subpaths() -> None:
-    assert importlib.util.find_spec("dg_lightning.module") is not None
-    names: dict[str, object] = {}
-    exec("from dg_lightning.protocol import *", names)
-    assert "gate_layers" in names
-    assert importlib.import_module("dg_lightning.dashboards.tables").GateTables
-    rewiring = importlib.import_module("dg_lightning.rewiring")
-    assert rewiring.Connections is rewiring.SparseLayer
-
-
 # Of torch and Lightning, overridden or set here.
 OVERRIDDEN = {"_apply", "_batches_that_stepped", "_iterator", "_modules", "_parse_ckpt_path"}
 
@@ -114,7 +92,7 @@ def private_names() -> set[tuple[str, str]]:
         for name in names:
             if re.match(r"_[a-z]", str(name)) and name not in ours:
                 found.add((path.relative_to(ROOT).as_posix(), str(name)))
-    return found - {("dg_lightning/__init__.py", "_moved")}
+    return found
 
 
 def test_every_private_api_is_listed_with_its_test() -> None:

@@ -189,20 +189,16 @@ class Regulator:
         }
 
     def load_from(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a controller, of this version or of 0.1."""
-        if "budgets" in state:
-            own = state["budgets"].get(self.name)
-        else:
-            parts = {"multiplier": state["multipliers"], "landing": state["landings"]}
-            own = {part: saved[self.name] for part, saved in parts.items() if self.name in saved}
-        if not own:
+        """Continue from the state of a controller."""
+        own = state["budgets"].get(self.name)
+        if own is None:
             return
         self.multiplier.load_state_dict(own["multiplier"])
         self.landing.load_state_dict(own["landing"])
-        self.start, self.savings = own.get("start", 1.0), own.get("savings", 1.0)
-        self.ratio, self._validates = own.get("ratio", 1.0), own.get("validates", False)
-        recent = [torch.tensor(raw, dtype=torch.float64) for raw in own.get("recent", [])]
+        self.start, self.savings = own["start"], own["savings"]
+        self.ratio, self._validates = own["ratio"], own["validates"]
+        recent = [torch.tensor(raw, dtype=torch.float64) for raw in own["recent"]]
         self._recent = [raw.to(self.budget.device) for raw in recent]
-        if own.get("used") is not None:
+        if own["used"] is not None:
             used = torch.tensor(own["used"], dtype=torch.float64)
             self.used = used.to(self.budget.device)

@@ -67,17 +67,3 @@ __all__ = [
     "sparse_layers",
     "zero_outside",
 ]
-
-_RENAMED = {
-    "Connections": "SparseLayer",
-    "change_all": "change_connections",
-    "parameter_slots": "parameter_state",
-    "reset_slots": "reset_state",
-    "rewired": "drop_and_grow",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[_RENAMED[name]]

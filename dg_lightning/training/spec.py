@@ -29,10 +29,7 @@ __all__ = [
 T = TypeVar("T")
 _MAX_VALUES, _MAX_DEPTH = 100_000, 100  # of plain values
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
-# Not all of dg_lightning: in a checkout any file of the repository can be imported below it.
-_ROOMS = ("callbacks", "datamodules", "gates", "layers", "runtime", "training")
-_FORMER = ("module", "switch_moe")  # see `_moved`
-_trusted = {"torch.nn", "torch.optim", *(f"dg_lightning.{name}" for name in (*_ROOMS, *_FORMER))}
+_trusted = {"dg_lightning", "torch.nn", "torch.optim"}
 
 
 class ClassSpec(TypedDict, total=False):
@@ -167,7 +164,7 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
             raise ValueError(f"{source}: a class path must be text, got {kind}: give another file.")
         module = path.rpartition(".")[0]
         is_known = any(f"{module}.".startswith(f"{name}.") for name in known)
-        if module not in ("", "dg_lightning") and not is_known:
+        if module and not is_known:
             package = module.partition(".")[0]
             raise ValueError(
                 f"{source} names the class {path!r}, whose package is not trusted: if you trust "
