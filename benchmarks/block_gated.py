@@ -7,24 +7,25 @@ A feed-forward net d-H-d with a linear gate that opens a quarter of the blocks, 
 each sample. Gate and routing are included. Dense is two linear layers with a ReLU in between,
 without gates. Variants are measured alternately and compared by their medians.
 
-CPUs use float32, GPUs bfloat16. On a GPU, `graph` is the net recorded as a CUDA graph on a fixed
-input tensor (`BlockGatedMLP.record`), and dense is the faster of eager and recorded. A training
-step is forward and backward, for inputs and all parameters.
+CPUs use float32, GPUs bfloat16. On a GPU, `graph` is the net captured as a CUDA graph, and dense is
+the faster of eager and captured. A training step is forward and backward, for inputs and all
+parameters, with a gate that scales.
 """
 
 import argparse
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from random_nets import random_net
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from dg_lightning import GatedMLP
-from dg_lightning.runtime import BlockGatedMLP
-from dg_lightning.runtime.bench import random_net
-from dg_lightning.runtime.timing import median_seconds
+from dg_lightning.runtime import skip_closed_blocks
+from dg_lightning.runtime.choice import median_seconds
 
 OPEN = 0.25
 LEAST = 0.05  # seconds per measurement: work is queued as in a real loop
@@ -58,11 +59,14 @@ CUDA = [
 ]
 
 
-def recorded(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
-    """Record a net without gates as a CUDA graph."""
-    for _ in range(3):
-        run(x)
-    torch.cuda.synchronize()
+def captured(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    """Capture a net as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(x)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(x)
@@ -71,22 +75,23 @@ def recorded(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]
 
 @torch.no_grad()
 def forward_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
-    fast = BlockGatedMLP.of(net)
-    if not x.is_cuda:
-        fast.lay_out_by_unit()
+    fast = copy.deepcopy(net)
+    skip_closed_blocks(fast)
     runs: dict[str, Callable[[], object]] = {
         "dense": lambda: dense(x),
         "masked": lambda: net(x),
         "ours": lambda: fast(x),
     }
     if x.is_cuda:
-        triton = BlockGatedMLP.of(net, "triton")
-        runs |= {"dense graph": recorded(dense, x), "graph": triton.record(x)}
-    return median_seconds(runs, x.device, rounds, LEAST)
+        triton = copy.deepcopy(net)
+        skip_closed_blocks(triton, "triton")
+        runs |= {"dense graph": captured(dense, x), "graph": captured(triton, x)}
+    return median_seconds(runs, rounds, LEAST)
 
 
 def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
-    fast = BlockGatedMLP.of(net).lay_out_by_unit()
+    fast = copy.deepcopy(net)
+    skip_closed_blocks(fast)
     x = x.detach().requires_grad_()
     gradient = torch.randn_like(x)
 
@@ -99,7 +104,7 @@ def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> d
         return go
 
     runs = {"dense": step(dense), "masked": step(net), "ours": step(fast)}
-    return median_seconds(runs, x.device, rounds, LEAST)
+    return median_seconds(runs, rounds, LEAST)
 
 
 @torch.no_grad()

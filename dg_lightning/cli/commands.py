@@ -53,10 +53,6 @@ def run(given: list[str]) -> None:
             from dg_lightning.cli.convert import run_convert
 
             run_convert(rest)
-        elif command == "bench":
-            from dg_lightning.cli.bench import run_bench
-
-            run_bench(rest)
         elif run_command(given).trainer.received_sigterm:
             raise SIGTERMException
     except SIGTERMException:  # Lightning exits with status 0

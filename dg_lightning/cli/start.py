@@ -26,7 +26,6 @@ COMMANDS = {
     "features": "Write the columns of a table that a net has kept, and what each is worth.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
     "convert": "Make a trained dense Transformer decide token by token what to run.",
-    "bench": "Measure how fast a net really is on this machine.",
     "wandb-workspace": "Save a W&B workspace of open rates, heat maps and MACs.",
     "configs": "List the configs that ship.",
 }

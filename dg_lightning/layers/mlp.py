@@ -1,5 +1,6 @@
 """Gated layers: plain modules that read like the equations of section 3 of the paper."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -113,7 +114,11 @@ class GatedLinear(nn.Module):
 
     @override
     def forward(self, h: Tensor) -> Tensor:
-        out: Tensor = self.activation(self.norm(self.linear(h)))
+        return self.finish(h, self.linear(h))
+
+    def finish(self, h: Tensor, pre_activation: Tensor) -> Tensor:
+        """Return the output for an input and what the linear map returns for it."""
+        out: Tensor = self.activation(self.norm(pre_activation))
         if self.gate is not None:
             out = self.gate(h).to(out.dtype) * out
         dropped: Tensor = self.dropout(out)
@@ -190,6 +195,8 @@ class GatedMLP(nn.Module):
             for n_in, n_out, settings in zip(widths, hidden, gates, strict=False)
         )
         self.output = nn.Linear(widths[-1], num_classes, device=device, dtype=dtype)
+        # Computes open blocks only, see `runtime.skip_closed_blocks`.
+        self.skip: Callable[[GatedMLP, Tensor], Tensor] | None = None
         self._connect(input_is_normalised=input_norm is not None)
 
     def _connect(self, input_is_normalised: bool) -> None:
@@ -211,6 +218,8 @@ class GatedMLP(nn.Module):
         if self.input_gate is not None:
             h = self.input_gate(h).to(h.dtype) * h
         h = self.input_norm(h)
+        if self.skip is not None:
+            return self.skip(self, h)
         for layer in self.hidden:
             h = layer(h)
         logits: Tensor = self.output(h)

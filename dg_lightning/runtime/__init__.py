@@ -1,6 +1,5 @@
-"""Fast inference of trained nets: compaction, block-wise execution, export and benchmarks."""
+"""Fast inference of trained nets: compaction, skipped blocks and export."""
 
-from dg_lightning.runtime.block_gated import BlockGatedMLP
 from dg_lightning.runtime.choice import (
     fastest_compact,
     freeze_gates,
@@ -10,12 +9,9 @@ from dg_lightning.runtime.choice import (
 from dg_lightning.runtime.compaction import Compact, compact
 from dg_lightning.runtime.export import export
 from dg_lightning.runtime.skipping import skip_closed_blocks
-from dg_lightning.runtime.sparse import SparseLinear
 
 __all__ = [
-    "BlockGatedMLP",
     "Compact",
-    "SparseLinear",
     "compact",
     "export",
     "fastest_compact",

@@ -24,9 +24,7 @@ __all__ = [
     "dense",
     "masked",
     "refuse_second_derivative",
-    "release_buffers",
     "run_blocks",
-    "run_open_rows",
 ]
 
 
@@ -57,8 +55,12 @@ def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    second, _ = net.second
-    all_blocks = net.blocks()
+    second, size = net.second[0], net.block_size
+    in_blocks = [
+        (weight.split(size), None if bias is None else bias.split(size))
+        for weight, bias in net.makers
+    ]
+    second_in_blocks = second.split(size, 1)
     # `addmm` writes the bias to memory before the product. Adding it afterwards would round twice
     # in half precision, and cost a launch on a GPU.
     adds_later = not x.is_cuda and x.dtype.itemsize > 2
@@ -71,21 +73,20 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
     lengths = [sum(counts[start:stop]) for start, stop in groups]
     samples, of_blocks = sample.split(lengths), block_of.split(lengths)
     for (start, stop), own, of_block in zip(groups, samples, of_blocks, strict=True):
-        blocks, sizes = [all_blocks[i] for i in range(start, stop)], counts[start:stop]
+        blocks, sizes = range(start, stop), counts[start:stop]
         inputs = torch.index_select(x, 0, own, out=_buffer("inputs", x, len(own), x.shape[1]))
         made = []
-        for index in range(len(net.makers)):
-            made.append(_buffer(f"made {index}", x, len(own), net.block_size))
+        for index, (weights, biases) in enumerate(in_blocks):
+            made.append(_buffer(f"made {index}", x, len(own), size))
             for part, block, out in zip(
                 inputs.split(sizes), blocks, made[-1].split(sizes), strict=True
             ):
-                weight, bias = block.makers[index]
-                if bias is None:
-                    torch.mm(part, weight.t(), out=out)
+                if biases is None:
+                    torch.mm(part, weights[block].t(), out=out)
                 elif adds_later:
-                    torch.mm(part, weight.t(), out=out).add_(bias)
+                    torch.mm(part, weights[block].t(), out=out).add_(biases[block])
                 else:
-                    torch.addmm(bias, part, weight.t(), out=out)
+                    torch.addmm(biases[block], part, weights[block].t(), out=out)
         units = made[0].relu_() if isinstance(net.activation, nn.ReLU) else net.activation(made[0])
         if net.other is not None:
             units = units * made[1]
@@ -93,7 +94,7 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
             units = units * gate[own, of_block].to(x.dtype).unsqueeze(1)
         packed = _buffer("packed", x, len(own), len(second))
         for part, block, out in zip(units.split(sizes), blocks, packed.split(sizes), strict=True):
-            torch.mm(part, block.second.t(), out=out)
+            torch.mm(part, second_in_blocks[block].t(), out=out)
         total.index_add_(0, own, packed)
     return total
 
@@ -104,7 +105,6 @@ def _initial_outputs(x: Tensor, net: FeedForward) -> Tensor:
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
-_BAG_COUNT = 8  # partial sums computed in parallel
 _CACHE_ENTRIES = 2**21  # entries of a temporary tensor that stays in cache
 
 
@@ -127,11 +127,6 @@ def _groups(counts: list[int], most: int) -> list[tuple[int, int]]:
 
 _MAX_BUFFER_BYTES = 2**26  # larger buffers are not kept
 _buffers = threading.local()
-
-
-def release_buffers() -> None:
-    """Release the buffers that this thread keeps for `run_blocks`."""
-    vars(_buffers).clear()
 
 
 def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
@@ -243,58 +238,3 @@ def refuse_second_derivative() -> None:
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return the rows, without a copy if all are selected."""
     return x if len(rows) == len(x) else x.index_select(0, rows)
-
-
-@torch.no_grad()
-def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Read only the weights of open units, sample by sample, without gradients.
-
-    Fast for few samples with few open blocks.
-    """
-    blocks, samples = net.blocks(), x.unbind()
-    opened = (gate != 0).nonzero()
-    is_open = opened.tolist()
-    made = []
-    for index in range(len(net.makers)):
-        made.append(x.new_empty(len(is_open), net.block_size))
-        for (sample, block), out in zip(is_open, made[-1].unbind(), strict=True):
-            weight, bias = blocks[block].makers[index]
-            if bias is None:
-                torch.mv(weight, samples[sample], out=out)
-            else:
-                torch.addmv(bias, weight, samples[sample], out=out)
-    hidden = net.activation(made[0])
-    if net.other is not None:
-        hidden = hidden * made[1]
-    if net.scaled:
-        hidden = hidden * gate[tuple(opened.t())].to(x.dtype).unsqueeze(1)
-    total = _initial_outputs(x, net)
-    outputs = total.unbind()
-    if net.second[0].stride(0) == 1:  # laid out by unit
-        counts = torch.bincount(opened[:, 0], minlength=len(x)).tolist()
-        parts = zip(outputs, hidden.split(counts), opened[:, 1].split(counts), strict=True)
-        for out, units, own in parts:
-            out += _sum_units(units, own, net.second[0].t())
-        return total
-    for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
-        outputs[sample].addmv_(blocks[block].second, units)
-    return total
-
-
-def _sum_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """Sum the weights ``(units, outputs)`` of a sample's units, times their values.
-
-    Units at exactly 0 are skipped: about half of them after a ReLU.
-    """
-    units = blocks.unsqueeze(1) * values.shape[1] + torch.arange(
-        values.shape[1], device=blocks.device
-    )
-    active = values.flatten().nonzero()[:, 0]
-    starts = torch.arange(0, len(active), -(-len(active) // _BAG_COUNT) or 1, device=active.device)
-    return F.embedding_bag(
-        units.flatten()[active],
-        weights,
-        starts,
-        mode="sum",
-        per_sample_weights=values.flatten()[active],
-    ).sum(0)

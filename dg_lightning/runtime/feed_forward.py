@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["Block", "Blocks", "FeedForward", "elementwise"]
 
 _ELEMENTWISE = (
     nn.CELU,
@@ -53,29 +50,6 @@ def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return activation
 
 
-class Block(NamedTuple):
-    """Weights and biases of a block, as views of the full ones."""
-
-    makers: list[tuple[Tensor, Tensor | None]]  # of the first map, and of the other one if any
-    second: Tensor
-
-
-class Blocks(dict[int, Block]):
-    """Block views, created lazily."""
-
-    def __init__(
-        self, size: int, makers: list[tuple[Tensor, Tensor | None]], second: Tensor
-    ) -> None:
-        super().__init__()
-        self.size, self.makers, self.second = size, makers, second
-
-    def __missing__(self, block: int) -> Block:
-        units = slice(block * self.size, (block + 1) * self.size)
-        makers = [(w[units], None if b is None else b[units]) for w, b in self.makers]
-        self[block] = views = Block(makers, self.second[:, units])
-        return views
-
-
 @dataclass(frozen=True, eq=False)
 class FeedForward:
     """Linear maps with gated units between them: ``W₂ (g * act(W₁ x + b₁)) + b₂``.
@@ -89,7 +63,6 @@ class FeedForward:
         block_size: Number of adjacent units that share a gate.
         other: Weight and bias of the other map that makes units, shaped like the first.
         scaled: Whether open gates may differ from 1.
-        views: Cache of block views; creating them takes a tenth of the time of a small batch.
     """
 
     first: tuple[Tensor, Tensor | None]
@@ -98,7 +71,6 @@ class FeedForward:
     block_size: int
     other: tuple[Tensor, Tensor | None] | None = None
     scaled: bool = False
-    views: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -109,28 +81,16 @@ class FeedForward:
         block_size: int,
         other: nn.Linear | None = None,
         scaled: bool = False,
-        views: dict[Any, Any] | None = None,
     ) -> "FeedForward":
         """Create a feed-forward from linear layers."""
         maps = (first.weight, first.bias), (second.weight, second.bias)
         third = None if other is None else (other.weight, other.bias)
-        views = {} if views is None else views
-        return cls(maps[0], activation, maps[1], block_size, third, scaled, views)
+        return cls(maps[0], activation, maps[1], block_size, third, scaled)
 
     @property
     def makers(self) -> list[tuple[Tensor, Tensor | None]]:
         """The maps that make units."""
         return [self.first] if self.other is None else [self.first, self.other]
-
-    def blocks(self) -> Blocks:
-        """Return views of the blocks, which follow in-place changes of the weights."""
-        key = (self.block_size, *((t.data_ptr(), t.shape, t.stride()) for t in self.tensors))
-        if key not in self.views:
-            self.views.clear()  # the weights have been replaced
-            makers = [(w.detach(), None if b is None else b.detach()) for w, b in self.makers]
-            self.views[key] = Blocks(self.block_size, makers, self.second[0].detach())
-        blocks: Blocks = self.views[key]
-        return blocks
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,61 +1,158 @@
-"""Gated feed-forwards of a Transformer that compute only the blocks that a token opens."""
+"""Skip the blocks that a gate closes: by a named engine, or by the fastest one."""
 
-from typing import get_args
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.benchmark import Timer
 
 from dg_lightning.gates import Gate
 from dg_lightning.gates.policies import HARD_POLICIES
-from dg_lightning.layers import GatedFeedForward
-from dg_lightning.runtime.block_gated import has_hooks
-from dg_lightning.runtime.dispatch import Engine, Runner
+from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
+from dg_lightning.runtime.engines import dense, run_blocks
+from dg_lightning.runtime.feed_forward import FeedForward, elementwise
 
-__all__ = ["skip_closed_blocks"]
+Engine: TypeAlias = Literal["auto", "masked", "blocks", "triton"]
+
+_REMEASURE_AFTER = 1000  # uses; open rates change during training
+_QUEUED = 6  # calls of a measurement on a GPU, which overlap with launches as in a real loop
+_ENGINES = {"dense": dense, "blocks": run_blocks}
 
 
 def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
-    """Let every `GatedFeedForward` of a model skip the blocks that a token closes.
+    """Let every `GatedFeedForward` and `GatedMLP` of a model skip the blocks that are closed.
 
-    Values stay the same up to rounding. So do gradients of gates that scale (`scale: probability`);
-    others get none from closed blocks, so `auto` computes everything while they are trained. In a
-    compiled model everything is computed as before.
+    Values stay the same up to rounding. So do gradients of gates that scale (`scale: probability`).
+    Other gates get no gradient from the blocks that they close, so `auto` computes everything while
+    they are trained. In a compiled model everything is computed as before.
+
+    A hidden layer of a `GatedMLP` is skipped if no norm or active dropout follows its product and
+    the gate of the next layer does not depend on the input: it would read the hidden units.
 
     Args:
         model: The model.
-        engine: `auto` takes the fastest by measuring; `masked` computes everything again; `blocks`,
-            `rows` and `triton` are described in `BlockGatedMLP`.
+        engine: `auto` measures which engine is fastest for each layer and batch size, including
+            `dense` (all blocks, gradients as with skipping). `masked` computes everything again, and
+            closed gates get gradients. `blocks` multiplies each block with the samples that open
+            it. `triton` uses CUDA kernels. Engines round differently: name one if training must
+            be bitwise reproducible.
 
     >>> layer = GatedFeedForward(8, 32, gate={"kind": "dynamic", "block_size": 8})
     >>> skip_closed_blocks(layer, "blocks")
     >>> layer(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
     """
-    known = [name for name in get_args(Engine) if name != "graph"]
-    if engine not in known:
-        raise ValueError(f"`engine` must be one of {', '.join(known)}, got {engine!r}.")
-    layers = [layer for layer in model.modules() if isinstance(layer, GatedFeedForward)]
-    if not layers:
+    if engine not in get_args(Engine):
         raise ValueError(
-            f"{type(model).__name__} has no GatedFeedForward: build its blocks with "
-            "dg_lightning.GatedFeedForward, whose closed blocks can be skipped."
+            f"`engine` must be one of {', '.join(get_args(Engine))}, got {engine!r}."
+        )
+    found = [m for m in model.modules() if isinstance(m, GatedFeedForward | GatedMLP)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no GatedFeedForward and no GatedMLP: build it from "
+            "those, whose closed blocks can be skipped."
         )
     runner = Runner(engine)
-    for place, layer in enumerate(layers):
-        layer.skip = None if engine == "masked" else Skip(runner, place)
+    for index, module in enumerate(found):
+        if engine == "masked":
+            module.skip = None
+        elif isinstance(module, GatedMLP):
+            module.skip = MLPSkipper(runner, index)
+        else:
+            module.skip = FeedForwardSkipper(runner, index)
 
 
-class Skip:
-    """What a feed-forward asks before it computes everything.
+class Runner:
+    """Runs the open blocks of gated feed-forwards, by the engine that is fastest.
+
+    Args:
+        engine: `auto` measures engines for each layer and size of batch, and again from time to
+            time, because open rates change; another name is taken as it is.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.was_compiled = False  # whether torch.compile has traced a layer
+        self._fastest: dict[Hashable, dict[Any, Fastest]] = {}  # by layer
+
+    def __call__(
+        self,
+        x: Tensor,
+        gate: Gate,
+        first: nn.Linear,
+        activation: Callable[[Tensor], Tensor],
+        second: nn.Linear,
+        layer_id: Hashable,
+        other: nn.Linear | None = None,
+    ) -> Tensor:
+        """Return the output of a feed-forward for rows ``(rows, width)``."""
+        maps = first, elementwise(activation), second
+        net = FeedForward.of(*maps, gate.block_size, other, gate.scale is not None)
+        tensors = (x, *net.tensors, *gate.parameters())
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        name = self._name(x, gate, net, needs_grad, layer_id) if len(x) else "dense"
+        return run_gated(name, x, gate, net)
+
+    def may_skip(self, gate: Gate) -> bool:
+        """Return whether the blocks that a gate closes may be skipped.
+
+        A gate that does not scale learns from closed blocks, so `auto` computes them. Past its
+        limit of recompilations, torch.compile runs a model uncompiled, which must not change what
+        is learned.
+        """
+        if torch.compiler.is_compiling():
+            self.was_compiled = True
+            return False
+        learns = gate.training and torch.is_grad_enabled() and gate.scale is None
+        return (
+            gate.input_dependent
+            and (gate.policy in HARD_POLICIES or not gate.training)
+            and not (learns and (self.was_compiled or self.engine == "auto"))
+        )
+
+    def _name(
+        self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool, layer_id: Hashable
+    ) -> str:
+        if self.engine != "auto":
+            return self.engine
+        key = (len(x).bit_length(), x.dtype, x.device, needs_grad, net.first[0].shape)
+        # By layer: one may open all blocks where another closes most.
+        known = self._fastest.setdefault(layer_id, {})
+        if not needs_grad:
+            # Measured again after an evaluation only: checkpointing repeats a training pass, which
+            # must not choose another engine then.
+            for old in known.values():
+                old.outdated = old.outdated or old.uses >= _REMEASURE_AFTER
+        found = known.get(key)
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if (found is None or found.outdated) and not captured:
+            found = known[key] = fastest_engine(x, gate, net, needs_grad)
+        if found is None:  # captured without a run before it
+            return candidates(x)[-1]
+        found.uses += 1
+        return found.captured if captured else found.eager
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Measurements are specific to this instance and device.
+        return {**self.__dict__, "_fastest": {}}
+
+
+class FeedForwardSkipper:
+    """Computes the open blocks of a `GatedFeedForward`.
 
     Args:
         runner: Runs the open blocks.
-        place: The place of the layer in the model.
+        layer_id: Identifies the layer.
     """
 
-    def __init__(self, runner: Runner, place: int) -> None:
+    def __init__(self, runner: Runner, layer_id: Hashable) -> None:
         self.runner = runner
-        self.place = place
+        self.layer_id = layer_id
 
     def __call__(self, layer: GatedFeedForward, h: Tensor) -> Tensor | None:
         """Return the output of a layer, or None if everything must be computed."""
@@ -64,17 +161,172 @@ class Skip:
             return None
         parts = layer.first, layer.activation, layer.second
         rows = h.reshape(h.shape[:-1].numel(), h.shape[-1])
-        out = self.runner(rows, gate, *parts, self.place, layer.other)
+        out = self.runner(rows, gate, *parts, self.layer_id, layer.other)
         return out.view(*h.shape[:-1], out.shape[-1])
 
     def _applies(self, layer: GatedFeedForward, gate: Gate) -> bool:
-        learns = gate.training and torch.is_grad_enabled() and gate.scale is None
         own = vars(gate).get("hooks")  # of `add_gates`
         parts = gate, layer.first, layer.other, layer.activation, layer.second
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        return self.runner.may_skip(gate) and not any(has_hooks(m, own) for m in modules)
+
+
+class MLPSkipper:
+    """Computes the open blocks of the hidden layers of a `GatedMLP`.
+
+    Args:
+        runner: Runs the open blocks.
+        net_id: Identifies the net.
+    """
+
+    def __init__(self, runner: Runner, net_id: Hashable) -> None:
+        self.runner = runner
+        self.net_id = net_id
+
+    def __call__(self, net: GatedMLP, h: Tensor) -> Tensor:
+        """Return the logits for the normalised inputs of the first hidden layer."""
+        layers = net.layers()
+        pre_activation: Tensor | None = None  # of a layer, if the one before it was skipped
+        for index, layer in enumerate(layers):
+            after = layers[index + 1] if index + 1 < len(layers) else None
+            if pre_activation is not None:
+                h, pre_activation = layer.finish(h, pre_activation), None
+            elif self._applies(layer, after, net.output):
+                gate: Any = layer.gate
+                reader = net.output if after is None else after.linear
+                parts = layer.linear, layer.activation, reader
+                pre_activation = self.runner(h, gate, *parts, (self.net_id, index))
+            else:
+                h = layer(h)
+        logits: Tensor = net.output(h) if pre_activation is None else pre_activation
+        return logits
+
+    def _applies(self, layer: GatedLinear, after: GatedLinear | None, output: nn.Linear) -> bool:
+        gate = layer.gate
+        following = [output] if after is None else [after, after.linear]
         return (
-            self.runner.may_skip(gate)
-            and gate.input_dependent
-            and (gate.policy in HARD_POLICIES or not gate.training)
-            and not (learns and self.runner.engine == "auto")
-            and not any(isinstance(part, nn.Module) and has_hooks(part, own) for part in parts)
+            isinstance(gate, Gate)
+            and self.runner.may_skip(gate)
+            and isinstance(layer.norm, nn.Identity)
+            and (layer.dropout.p == 0 or not layer.dropout.training)
+            and (after is None or after.gate is None or not after.gate.input_dependent)
+            and not any(map(has_hooks, (layer, *layer.children(), *following)))
         )
+
+
+def has_hooks(module: nn.Module, owner: object = None) -> bool:
+    """Return True if a module must be called because of hooks, other than those of `owner`."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += module._backward_hooks.values()
+    return any(owner is None or getattr(hook, "__self__", None) is not owner for hook in hooks)
+
+
+def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
+    """Let the gate decide, and compute the open blocks with the named engine."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        if engine == "triton":
+            return _run_triton(x, gate, net)
+        return _ENGINES[engine](x, gate.decide(x), net)
+    g = gate.decide(x)  # before the inputs are cast: gates compute in float32
+    dtype = torch.get_autocast_dtype(kind)
+    x, net = x.to(dtype), net.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        if engine == "triton":
+            return _run_triton(x, gate, net, g)
+        return _ENGINES[engine](x, g, net)
+
+
+def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
+    if not x.is_cuda:
+        raise ValueError(f"The engine triton runs on CUDA, got {x.device}: use 'auto'.")
+    try:
+        from dg_lightning.runtime.triton_engine import decide_by_kernel, run_triton
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "The engine 'triton' needs Triton, which comes with torch for CUDA: use 'auto'."
+        ) from error
+    packing = decide_by_kernel(gate, x) if g is None else None
+    if packing is not None:
+        assert gate.gate is not None
+        assert gate.probability is not None
+        g = gate.scaled(gate.gate, gate.probability)
+    elif g is None:
+        g = gate.decide(x)
+    assert g is not None
+    return run_triton(x, g, net, packing)
+
+
+def candidates(x: Tensor) -> list[str]:
+    """List the engines that can run a batch and may be fastest."""
+    names = ["dense", "blocks"]
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if x.is_cuda and dtype.itemsize == 2 and torch.version.hip is None:
+        with suppress(ImportError):
+            from dg_lightning.runtime import triton_engine  # noqa: F401
+
+            names.append("triton")
+    return names
+
+
+@dataclass
+class Fastest:
+    """The engine that is fastest where the host launches kernels, and in a CUDA graph."""
+
+    eager: str
+    captured: str
+    uses: int = 0
+    outdated: bool = False
+
+
+def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> Fastest:
+    """Return the engine that is fastest on a batch, including the backward pass if needed."""
+    x = x.detach()
+    runs = {n: partial(_run_once, n, x, gate, net, needs_grad) for n in candidates(x)}
+    # Measuring must not change what stochastic gates sample afterwards, nor be seen by hooks of
+    # checkpointing.
+    with (
+        torch.random.fork_rng([x.device] if x.is_cuda else []),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        eager = {name: _seconds(run, x.device) for name, run in runs.items()}
+        captured = eager
+        if x.is_cuda:
+            captured = {name: _seconds_on_gpu(run, x.device) for name, run in runs.items()}
+    return Fastest(min(eager, key=eager.__getitem__), min(captured, key=captured.__getitem__))
+
+
+def _run_once(name: str, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> None:
+    with torch.set_grad_enabled(needs_grad):
+        if not needs_grad:
+            run_gated(name, x, gate, net)
+            return
+        inputs = x.clone().requires_grad_()
+        out = run_gated(name, inputs, gate, net)
+        weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
+        torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time per call where the host launches kernels, after a warm-up."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    calls = _QUEUED if device.type == "cuda" else 1
+    return min(timer.timeit(calls).mean for _ in range(2))
+
+
+def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call on the GPU alone, as in a CUDA graph, after a warm-up call.
+
+    Other work keeps the GPU busy while the call is launched.
+    """
+    run()
+    busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        busy @ busy
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

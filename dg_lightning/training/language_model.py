@@ -11,8 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from dg_lightning.layers import GatedFeedForward
-from dg_lightning.runtime.dispatch import Engine
-from dg_lightning.runtime.skipping import skip_closed_blocks
+from dg_lightning.runtime.skipping import Engine, skip_closed_blocks
 from dg_lightning.training.checks import known_num_classes
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec

@@ -221,7 +221,7 @@ def test_weights_of_a_second_answer_are_not_tested(good: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("good_answers", [1, 2, 3])
-@pytest.mark.parametrize("command", ["export", "convert", "bench"])
+@pytest.mark.parametrize("command", ["export", "convert"])
 def test_commands_download_a_checkpoint_once(
     command: str, good_answers: int, good: Path, tmp_path: Path
 ) -> None:
@@ -230,7 +230,6 @@ def test_commands_download_a_checkpoint_once(
     options = {
         "export": ["--output=net", "--batch_sizes=[1]"],
         "convert": ["--output=out"],
-        "bench": ["--batch_sizes=[1]", "--rounds=1"],
     }
     with (
         serving({"/last.ckpt": [good.read_bytes()] * good_answers + [hostile]}) as server,
@@ -437,7 +436,6 @@ def test_the_config_beside_a_checkpoint_is_not_trusted(
     shutil.copy(good, path)
     path.with_name("config.yaml").write_text(config)
     refused(capsys, "export", f"--ckpt_path={path}", "--output=net", "--batch_sizes=[1]")
-    refused(capsys, "bench", f"--ckpt_path={path}", "--batch_sizes=[1]", "--rounds=1")
     assert is_untouched(tmp_path)
 
 
@@ -453,18 +451,16 @@ UNENDING = {
 }
 
 
-@pytest.mark.parametrize("command", ["export", "bench"])
 @pytest.mark.parametrize("name", UNENDING)
 def test_a_config_beside_a_checkpoint_that_never_ends_is_refused(
-    name: str, command: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run" / "last.ckpt"
     path.parent.mkdir()
     shutil.copy(good, path)
     path.with_name("config.yaml").write_text(UNENDING[name])
-    options = {"export": ["--output=net", "--batch_sizes=[1]"], "bench": ["--batch_sizes=[1]"]}
     with time_limit():
-        line = refused(capsys, command, f"--ckpt_path={path}", *options[command])
+        line = refused(capsys, "export", f"--ckpt_path={path}", "--output=net")
     assert "config.yaml" in line
     assert len(line) < 500
 

@@ -101,7 +101,7 @@ def test_an_interruption_while_importing_is_one_line(
     monkeypatch.delitem(sys.modules, "dg_lightning.cli.commands", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "--shape=[8,4,2]"])
+        main(["export", "--output=net"])
     assert stopped.value.code == 130
     assert capsys.readouterr().err == "dg-lightning: interrupted.\n"
 

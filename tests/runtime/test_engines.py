@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import _groups, masked, run_blocks, run_open_rows
+from dg_lightning.runtime.engines import _groups, masked, run_blocks
 from dg_lightning.runtime.feed_forward import FeedForward
 
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
@@ -46,7 +46,7 @@ def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     scaled=st.booleans(),
     glu=st.booleans(),
 )
-@pytest.mark.parametrize("engine", [masked, run_blocks, run_open_rows])
+@pytest.mark.parametrize("engine", [masked, run_blocks])
 def test_every_engine_computes_the_formula(
     engine: Any,
     samples: Any,
@@ -72,8 +72,7 @@ def test_every_engine_computes_the_formula(
         expected = reference(x, gate, net)
         torch.testing.assert_close(engine(x, gate, net), expected)
         torch.testing.assert_close(engine(x, gate, net), expected)  # memory that is used again
-    if engine is not run_open_rows:
-        torch.testing.assert_close(engine(x, gate, net), expected)  # with gradients
+    torch.testing.assert_close(engine(x, gate, net), expected)  # with gradients
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -108,13 +107,12 @@ def test_open_gates_learn_what_they_do_masked_and_closed_ones_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("engine", [run_blocks, run_open_rows])
-def test_engines_work_in_every_precision(engine: Any, dtype: Any) -> None:
+def test_blocks_work_in_every_precision(dtype: Any) -> None:
     net = feed_forward(16, 4, 8, 6, nn.ReLU(), dtype)
     x, gate = torch.randn(9, 16, dtype=dtype), random_gate(9, 4, 0.5, torch.float32)
     with torch.no_grad():
         expected = masked(x, gate, net)
-        torch.testing.assert_close(engine(x, gate, net), expected, atol=0.03, rtol=0.03)
+        torch.testing.assert_close(run_blocks(x, gate, net), expected, atol=0.03, rtol=0.03)
 
 
 def test_only_open_weights_are_read_for_one_sample() -> None:
@@ -125,7 +123,6 @@ def test_only_open_weights_are_read_for_one_sample() -> None:
         expected = masked(x, gate, net)
         net.first[0][2:6] = torch.nan  # would show
         net.second[0][:, 2:6] = torch.nan
-        torch.testing.assert_close(run_open_rows(x, gate, net), expected)
         torch.testing.assert_close(run_blocks(x, gate, net), expected)
 
 
@@ -141,29 +138,6 @@ def test_groups_hold_every_block_once_and_as_many_samples_as_they_may(
     for (start, stop), size in zip(groups, sizes, strict=True):
         assert size <= most or len([count for count in counts[start:stop] if count]) == 1
     assert all(a + counts[start] > most for a, (start, _) in zip(sizes, groups[1:], strict=False))
-
-
-@pytest.mark.parametrize("engine", [run_blocks, run_open_rows])
-@torch.no_grad()
-def test_kept_views_follow_the_weights_and_the_blocks(engine: Any) -> None:
-    kept: dict[Any, Any] = {}
-    first = nn.Linear(6, 8, dtype=torch.float64)
-    second = nn.Linear(8, 5, dtype=torch.float64)
-    x = torch.randn(3, 6, dtype=torch.float64)
-
-    def same(block: int) -> None:
-        net = FeedForward.of(first, nn.ReLU(), second, block, views=kept)
-        gate = random_gate(3, 8 // block, 0.5)
-        torch.testing.assert_close(engine(x, gate, net), reference(x, gate, net))
-
-    same(4)
-    same(2)
-    first.weight.mul_(2)  # in place
-    same(2)
-    first.weight.data = first.weight.data.as_strided((8, 6), (1, 8))  # the same memory, otherwise
-    same(2)
-    second.weight.data = second.weight.data.t().contiguous().t()
-    same(2)
 
 
 def test_no_gradient_of_what_needs_none() -> None:

@@ -138,28 +138,9 @@ def test_without_a_validation_part_gates_stay(
     assert "needs a validation part, and the run's data has none" in capsys.readouterr().err
 
 
-def test_bench_of_a_checkpoint_and_of_a_shape(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--batch_sizes=[1,8]", "--rounds=2"]
-    main(["bench", "--ckpt_path", str(checkpoint(runs, "dynamicgate_input")), *options])
-    assert "blocks" in capsys.readouterr().out
-    shape = ["--shape=[32,64,8]", "--gates=static", "--open_rate=0.25"]
-    main(["bench", *shape, *options, "--output", str(tmp_path)])
-    assert "4.00" in capsys.readouterr().out  # predicted
-    assert {"bench.csv", "bench.png"} <= {path.name for path in tmp_path.iterdir()}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bench"], "Give --ckpt_path, --config, or --shape"),
-        (["bench", "--shape=[8,4]"], "`shape` must be"),
-        (["bench", "--shape=[8,4,2]", "--device=gpu0"], "There is no device 'gpu0'"),
-        (["bench", "--shape=[8,4,2]", "--batch_sizes=[0]"], "`batch_sizes` must be"),
-        (["bench", "--shape=[8,4,2]", "--rounds=0"], "`rounds` must be"),
-        (["bench", "--shape=[8,4,2]", "--device=mps"], "`device` must be cpu or cuda"),
-        (["bench", "--shape=[8,4,2]", "--device=cuda:99"], "There is no device 'cuda:99'"),
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--max_loss=2"], "`max_loss`"),
