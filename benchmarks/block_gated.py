@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dg_lightning import GatedMLP
 from dg_lightning.runtime import skip_closed_blocks
-from dg_lightning.runtime.choice import median_seconds
+from dg_lightning.runtime.compaction import median_seconds
 
 OPEN = 0.25
 LEAST = 0.05  # seconds per measurement: work is queued as in a real loop

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dg_lightning.cli.trained import batches, load_data, load_inputs, load_net
+from dg_lightning.cli.runs import batches, load_data, load_inputs, load_net
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
-from dg_lightning.runtime.choice import median_seconds, scores, without_gates
+from dg_lightning.runtime.compaction import median_seconds, scores, without_gates
 
 LEAST = 0.9  # required share of the predicted speed-up
 BATCHES = (1, 32, 1024)

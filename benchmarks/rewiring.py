@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import RigL
 from dg_lightning.rewiring import SparseLayer, drop_and_grow, generator_for, initial_mask
-from dg_lightning.rewiring.structures import Structure
+from dg_lightning.rewiring.drop_and_grow import Structure
 
 INTERVAL = 100  # steps between updates, the default
 TOTAL = 100_000

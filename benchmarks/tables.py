@@ -21,7 +21,7 @@ import torch
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
 from dg_lightning.cli.features import kept_inputs
-from dg_lightning.cli.trained import load_data, load_net
+from dg_lightning.cli.runs import load_data, load_net
 
 TABLES = {  # package of R, name there
     "attrition": ("modeldata", "attrition"),

@@ -26,7 +26,7 @@ from dg_lightning import GatedFeedForward, gate_layers
 from dg_lightning.layers import GPT
 from dg_lightning.layers.transformer import Block
 from dg_lightning.runtime import skip_closed_blocks
-from dg_lightning.runtime.choice import median_seconds
+from dg_lightning.runtime.compaction import median_seconds
 
 OPEN = 0.25
 SIZES = {  # tokens, width, block size

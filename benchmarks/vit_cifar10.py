@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dg_lightning import GatedClassifier
 from dg_lightning.datamodules import CIFAR10DataModule
 from dg_lightning.layers import VisionTransformer
-from dg_lightning.runtime.choice import median_seconds
+from dg_lightning.runtime.compaction import median_seconds
 from dg_lightning.surgery import compact
 
 SHAPE = (3, 32, 32)

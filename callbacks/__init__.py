@@ -4,7 +4,6 @@ from .adapt import Adapt
 from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
-from .ewc import EWC
 from .exact_resume import ExactResume
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
@@ -13,13 +12,10 @@ from .minimum_activity import MinimumActivity
 from .revive_dormant import ReviveDormant
 from .rigl import RigL
 from .routing_monitor import RoutingMonitor
-from .set import SET
-from .static_sparse import StaticSparse
+from .schedules import TemperatureAnnealing, ThresholdPhases
+from .sparse import SET, StaticSparse
 from .task_gates import TaskGates
-from .task_heads import TaskHeads
-from .task_monitor import TaskMonitor
-from .temperature_annealing import TemperatureAnnealing
-from .threshold_phases import ThresholdPhases
+from .tasks import EWC, TaskHeads, TaskMonitor
 
 __all__ = [
     "EWC",

@@ -15,9 +15,7 @@ from dg_lightning.budget import mean_rate, scale_gradient
 from dg_lightning.gates import GateLike, SharedState, detach_graph, shared_state
 from dg_lightning.training import DeviceNumbers, is_replayed
 
-from ._agreement import mean_over_ranks, refuse_two_penalties, refuse_uncounted_steps
-
-__all__ = ["Penalty", "PenaltyTerm"]
+from ._shared import mean_over_ranks, refuse_two_penalties, refuse_uncounted_steps
 
 
 class PenaltyTerm:

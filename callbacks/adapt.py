@@ -14,13 +14,10 @@ from dg_lightning.collapse.statistics import open_shares
 from dg_lightning.continual import AccuracyMatrix, Protection, TaskData, task_data
 from dg_lightning.continual.tasks import logits_of
 from dg_lightning.gates import gate_layers
-from dg_lightning.gates.deployment import deployed_gate
-from dg_lightning.gates.protocol import GateLike
+from dg_lightning.gates.protocol import GateLike, deployed_gate
 from dg_lightning.training.averaging import refuse_what_moves
 
-from ._agreement import mean_over_ranks
-
-__all__ = ["Adapt"]
+from ._shared import mean_over_ranks
 
 What: TypeAlias = Literal["nothing", "gates", "inactive", "both", "all"]
 _COMPARED = 8  # batches whose decisions are compared

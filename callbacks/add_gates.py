@@ -14,15 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
-from dg_lightning.gates.settings import GateSettings, check_gate_settings
+from dg_lightning.gates.kinds import GateSettings, check_gate_settings
 from dg_lightning.surgery import Found, add_gates
 from dg_lightning.surgery.gating import gated_units
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training.averaging import has_averages
 
-from ._agreement import state_key
-
-__all__ = ["AddGates"]
+from ._shared import state_key
 
 
 class AddGates(pl.Callback):

@@ -24,11 +24,8 @@ from dg_lightning.gates import GateLike, assume_open, gate_layers
 from dg_lightning.schedules import Clock, Curve, Duration, Schedule, check_duration, warn_of_risks
 from dg_lightning.training import copy_gates_to_averages, is_due, log_step
 
-from ._agreement import mean_over_ranks, state_key
 from ._penalty_term import Penalty, PenaltyTerm
-from ._restored import Restored
-
-__all__ = ["BudgetController"]
+from ._shared import Restored, mean_over_ranks, state_key
 
 
 class BudgetController(Restored, Penalty):

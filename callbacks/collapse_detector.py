@@ -8,20 +8,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from dg_lightning.arguments import as_dataclass, checked
-from dg_lightning.collapse.diagnosis import MODES, GateState, Limits, Mode, Verdict, diagnose
-from dg_lightning.collapse.rescue import Rescue
+from dg_lightning.collapse.diagnosis import (
+    MODES,
+    GateState,
+    Limits,
+    Mode,
+    Rescue,
+    Verdict,
+    diagnose,
+)
 from dg_lightning.collapse.statistics import GateFigures, GateStatistics, open_shares, unit_rates
-from dg_lightning.gates.deployment import floor_of
-from dg_lightning.gates.protocol import GateLike, assume_open, gate_layers
+from dg_lightning.gates.protocol import GateLike, assume_open, floor_of, gate_layers
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.step_logging import log_step
 
-from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
-from ._restored import Restored
-
-__all__ = ["CollapseDetector"]
+from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
 
 _KEPT = 20  # states of a gate
 

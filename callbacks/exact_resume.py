@@ -10,9 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dg_lightning.training.loaders import loader_generators
-
-__all__ = ["ExactResume"]
+from dg_lightning.training.step_logging import loader_generators
 
 _KEY = "random_generators"
 

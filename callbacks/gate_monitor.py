@@ -10,8 +10,7 @@ from dg_lightning.arguments import checked
 from dg_lightning.collapse import unit_rates
 from dg_lightning.gates import GateLike, gate_layers
 from dg_lightning.monitoring import GateTables, define_metrics, run_folder
-from dg_lightning.monitoring.activity import GateHistory, HistoryEntry
-from dg_lightning.monitoring.snapshot import Snapshot
+from dg_lightning.monitoring.activity import GateHistory, HistoryEntry, Snapshot
 from dg_lightning.monitoring.views import (
     is_writing_rank,
     log_scalar,
@@ -22,10 +21,7 @@ from dg_lightning.monitoring.views import (
 )
 from dg_lightning.training import is_logged_step, log_step, logged_step
 
-from ._agreement import mean_over_ranks, state_key
-from ._restored import Restored
-
-__all__ = ["GateMonitor"]
+from ._shared import Restored, mean_over_ranks, state_key
 
 
 class GateMonitor(Restored):

@@ -22,8 +22,6 @@ from dg_lightning.training.step_logging import log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
 
-__all__ = ["GatePenalty"]
-
 
 class GatePenalty(Penalty):
     """Adds ``weight * usage`` to the loss, once per forward pass.

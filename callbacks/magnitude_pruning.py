@@ -20,10 +20,8 @@ from dg_lightning.rewiring import (
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.training import mask_averages
 
-from ._agreement import refuse_different_masks
-from ._sparse import NewMasks, Sparse
-
-__all__ = ["MagnitudePruning"]
+from ._shared import refuse_different_masks
+from .sparse import NewMasks, Sparse
 
 
 class MagnitudePruning(Sparse):

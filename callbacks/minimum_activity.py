@@ -14,10 +14,7 @@ from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock, Duration, check_duration
 from dg_lightning.training.averaging import keep_settings_live
 
-from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
-from ._restored import Restored
-
-__all__ = ["MinimumActivity"]
+from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
 
 _CHECKS = 10  # of a unit before it counts as dead
 

@@ -16,10 +16,7 @@ from dg_lightning.rewiring import generator_for
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training import log_step
 
-from ._agreement import mean_over_ranks, refuse_uncounted_steps, state_key
-from ._restored import Restored
-
-__all__ = ["ReviveDormant"]
+from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
 
 
 class ReviveDormant(Restored):

@@ -21,10 +21,8 @@ from dg_lightning.rewiring import (
 from dg_lightning.schedules import Duration
 from dg_lightning.training.optimizers import unscales_itself
 
-from ._agreement import mean_over_ranks
-from ._sparse import NewMasks, Sparse
-
-__all__ = ["RigL"]
+from ._shared import mean_over_ranks
+from .sparse import NewMasks, Sparse
 
 _LEAST_RATE = 1e-3  # of samples with both ends of a connection open
 

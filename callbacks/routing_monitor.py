@@ -8,9 +8,7 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.gates.protocol import gate_layers
-from dg_lightning.monitoring.routing import RoutingStatistics
-
-__all__ = ["RoutingMonitor"]
+from dg_lightning.monitoring.activity import RoutingStatistics
 
 
 class RoutingMonitor(pl.Callback):

@@ -10,13 +10,11 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.continual import Protection, TaskData, task_data
-from dg_lightning.continual.gates_by_task import GatesByTask
+from dg_lightning.continual.protection import GatesByTask
 from dg_lightning.continual.tasks import Heads, least_uncertain, task_progress
 from dg_lightning.gates import set_temperature, shared_state
 from dg_lightning.training import log_step
 from dg_lightning.training.averaging import refuse_what_moves
-
-__all__ = ["TaskGates"]
 
 
 class TaskGates(pl.Callback):

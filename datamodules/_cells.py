@@ -1,16 +1,24 @@
-"""Single cells: reading, labels and gene selection, with scanpy."""
+"""Read cells, prepare their genes, and decode them into arrays."""
 
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ._files import check_unpacked_size
+from ._files import Save, check_unpacked_size
+from ._fitted import PARTS, hash_rows, named_parts
+from ._splits import grouped_split, stratified_split
 
 if TYPE_CHECKING:
     from anndata import AnnData
+
 
 _UNREADABLE = (
     EOFError,
@@ -23,16 +31,6 @@ _UNREADABLE = (
     ValueError,
 )
 _MAX_LOG = 30.0  # above any log-normalised count
-
-__all__ = [
-    "handle_rare",
-    "leiden_clusters",
-    "log_normalize",
-    "read_cells",
-    "read_labels",
-    "read_values",
-    "select_variable_genes",
-]
 
 
 def read_cells(path: Path) -> "AnnData":
@@ -250,3 +248,327 @@ def _read_csv(file: Path) -> Any:
     if not len(table):
         raise ValueError(f"{file} has no rows.")
     return table.set_index(table.columns[0])
+
+
+_MAX_MISSING = 0.1  # share of the input genes
+_MAX_NAMED = 10  # missing genes listed in a message
+
+
+@dataclass(frozen=True)
+class CellPreparation:
+    """Preprocessing of cells, as plain values for checkpoints and exports.
+
+    Args:
+        input_genes: Names of the input genes, in order.
+        total_genes: Names of the genes that are summed to a cell's total count: all genes of the
+            training data. Empty if the values were already log-normalised.
+        target_sum: Total count that every cell is scaled to before the logarithm.
+        mean: Mean of each input; None if inputs are not standardised.
+        std: Standard deviation of each input.
+        class_names: Names of the classes, in the order of the outputs.
+        seen: Fingerprints of the cells in each split of the training data.
+        seen_labels: Their classes, if labels are clusters: clustering other cells would give
+            different ones.
+    """
+
+    input_genes: Sequence[str]
+    total_genes: Sequence[str]
+    class_names: Sequence[str]
+    target_sum: float = 1e4
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    seen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    seen_labels: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the preparation as plain values."""
+        return {"kind": "cells", **asdict(self)}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "CellPreparation":
+        """Restore a preparation from plain values.
+
+        Raises:
+            ValueError: If the values do not describe cells.
+        """
+        names = {entry.name for entry in fields(cls)}
+        needed = {"input_genes", "total_genes", "class_names"}
+        if values.get("kind") != "cells" or not needed <= values.keys() <= {*names, "kind"}:
+            raise ValueError("The checkpoint was not trained on cells: give one that was.")
+        return cls(**{key: value for key, value in values.items() if key != "kind"})
+
+    def align(self, genes: Sequence[str], values: Any) -> tuple[Any, Any]:
+        """Select genes by name and normalise.
+
+        Args:
+            genes: Unique gene names of the data.
+            values: Counts, or log-normalised values: CSR (cells, genes).
+
+        Returns:
+            The unscaled inputs, CSR (cells, input genes), and their raw values.
+        """
+        place = {name: index for index, name in enumerate(genes)}
+        raw = _select_columns(values, place, self.input_genes)
+        if not self.total_genes:
+            return raw, raw
+        counted = _select_columns(values, place, self.total_genes)
+        known = {name: index for index, name in enumerate(self.total_genes)}
+        normal = log_normalize(counted, self.target_sum)
+        return _select_columns(normal, known, self.input_genes), raw
+
+    def find_parts(self, prints: NDArray[np.int64]) -> list[str]:
+        """Return the training split of each cell, by fingerprint; empty if unseen."""
+        parts = np.full(len(prints), "", dtype=object)
+        for name in ("train", "val", "test"):  # of duplicates, the later split wins
+            parts[np.isin(prints, self.seen.get(name, ()))] = name
+        found: list[str] = parts.tolist()
+        return found
+
+    def check_genes(self, names: Sequence[str]) -> None:
+        """Warn about missing and unknown genes; reject data that lacks too many."""
+        there = set(names)
+        known = self.total_genes or self.input_genes
+        missing = [name for name in self.input_genes if name not in there]
+        if len(missing) > _MAX_MISSING * len(self.input_genes):
+            raise ValueError(
+                f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
+                f"reads ({_short(missing)}); it has {_short(list(names))}: rename its genes."
+            )
+        if missing:
+            rank_zero_warn(
+                f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
+                f"reads; they are taken as not expressed, and cells that did express them are not "
+                f"recognised as training cells: {_short(missing)}."
+            )
+        absent = sum(name not in there for name in known) - len(missing)
+        if absent and self.total_genes:
+            rank_zero_warn(
+                f"The data lacks {absent} more of the {len(known)} genes whose counts made up a "
+                "cell's total at training, so values may be somewhat larger: give all genes."
+            )
+        if unknown := len(there - set(known)):
+            rank_zero_info(f"{unknown} genes that no cell expressed at training are ignored.")
+
+
+def _short(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + ", ..." * (len(names) > _MAX_NAMED)
+
+
+def _select_columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any:
+    """Select columns by name; missing ones are 0."""
+    from scipy.sparse import csr_matrix
+
+    there = [(place[name], index) for index, name in enumerate(names) if name in place]
+    old, new = np.array(there, dtype=np.int64).reshape(-1, 2).T
+    ones = np.ones(len(old), dtype=matrix.dtype)
+    picks = csr_matrix((ones, (old, new)), shape=(matrix.shape[1], len(names)))
+    selected = (matrix @ picks).tocsr()
+    selected.sort_indices()
+    return selected
+
+
+class Standardize:
+    """Standardise every gene, in place."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean = torch.tensor(mean)
+        self.std = torch.tensor(std)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values.sub_(self.mean).div_(self.std)
+
+
+def compute_fingerprints(raw: Any) -> NDArray[np.int64]:
+    """Return a hash of each cell's raw values, independent of file and barcode.
+
+    Args:
+        raw: Raw values of the input genes, CSR (cells, genes).
+    """
+    texts = (
+        raw.indices[start:end].astype("<i4").tobytes() + raw.data[start:end].tobytes()
+        for start, end in zip(raw.indptr, raw.indptr[1:], strict=False)
+    )
+    return hash_rows(texts)
+
+
+Names = NDArray[Any]  # of str, None if unlabelled
+Rows = dict[str, NDArray[np.int64]]
+
+
+class CellDecoder:
+    """Decodes cells into tables, fitting the preparation unless one is given.
+
+    Args:
+        settings: The DataModule, read for its arguments.
+        cells: Cells in memory; read from the DataModule's path if None.
+        preparation: Preparation of a checkpoint; fitted to the cells if None.
+    """
+
+    def __init__(
+        self, settings: Any, cells: "AnnData | None", preparation: CellPreparation | None
+    ) -> None:
+        self.settings = settings
+        from anndata.utils import make_index_unique
+
+        self.preparation = preparation
+        self.layer = settings.layer
+        self.cells = read_cells(settings.path) if cells is None else cells
+        if self.layer == "raw" and "raw" not in self.cells.layers:
+            if self.cells.raw is None:
+                raise ValueError("The data has no `.raw`: omit `layer`, or name another.")
+            raw, self.layer = self.cells.raw.to_adata(), None
+            raw.obs = self.cells.obs
+            self.cells = raw
+        if self.cells.isbacked:
+            self.cells = self.cells.to_memory()
+        self.genes: Any = make_index_unique(self.cells.var_names)
+
+    def decode(self, save: Save) -> None:
+        """Save all tables and metadata."""
+        values = read_values(self.cells, self.layer, self.settings.values)
+        fit = self._fit if self.preparation is None else self._align
+        facts, matrix, labels, rows = fit(values)
+        for name, array in (
+            ("values", matrix.data),
+            ("columns", matrix.indices),
+            ("starts", matrix.indptr.astype(np.int64)),
+            ("labels", labels),
+            ("fingerprints", facts.pop("fingerprints")),
+            *((part, of) for part, of in rows.items() if len(of)),
+        ):
+            save(name, [array])
+        save.facts(cells=self.cells.obs_names.tolist(), **facts)
+
+    def _fit(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
+        """Select genes, classes and splits from these cells."""
+        s = self.settings
+        is_log = s.values == "log"
+        normal = values if is_log else log_normalize(values)
+        names = self._labels(normal)
+        names = handle_rare(names, "merge" if s.leiden else s.rare, s.smallest_cluster)
+        labelled = np.flatnonzero(names != np.array(None))
+        if not len(labelled):
+            raise ValueError(f"No class has {s.smallest_cluster} cells: lower `smallest_cluster`.")
+        class_names, of_labelled = np.unique(names[labelled].astype(str), return_inverse=True)
+        labels = np.full(len(names), -1)
+        labels[labelled] = of_labelled
+        rows = self._split(labels, labelled, class_names.tolist())
+        if s.fit_on == "paper" or is_log:
+            chosen = normal if s.fit_on == "paper" else normal[rows["train"]]
+            flavor = "seurat" if is_log else "seurat_v3"
+            genes = select_variable_genes(chosen, s.genes, 3 if is_log else 0, flavor)
+        else:
+            genes = select_variable_genes(values[rows["train"]], s.genes, min_cells=3)
+        every = self.genes
+        expressed = np.flatnonzero(values.getnnz(0))
+        fitted = CellPreparation(
+            every[genes].tolist(),
+            [] if is_log else every[expressed].tolist(),
+            class_names.tolist(),
+        )
+        matrix, raw = fitted.align(self.genes, values)
+        scaled_by = matrix[labelled if s.fit_on == "paper" else rows["train"]].toarray()
+        deviation = scaled_by.std(0, ddof=1)
+        facts = {
+            "class_names": list(fitted.class_names),
+            "input_genes": list(fitted.input_genes),
+            "total_genes": list(fitted.total_genes),
+            "mean": scaled_by.mean(0).tolist(),
+            "std": np.where(deviation > 0, deviation, 1).tolist(),  # a constant gene becomes 0
+            "labels": names.tolist(),
+            "fingerprints": compute_fingerprints(raw),
+        }
+        return facts, matrix, labels, rows
+
+    def _align(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
+        """Align the cells with a checkpoint; cells of its splits are recognised."""
+        fitted = self.preparation
+        assert fitted is not None
+        fitted.check_genes(self.genes)
+        matrix, raw = fitted.align(self.genes, values)
+        prints = compute_fingerprints(raw)
+        names, unlabelled = self._find_labels(prints)
+        place = {name: index for index, name in enumerate(fitted.class_names)}
+        if self.settings.rare == "merge" and "rare" in place:
+            names[[name is not None and name not in place for name in names]] = "rare"
+        labels = np.array([place.get(name, -1) for name in names])
+        unknown = {str(name) for name in names if name is not None and name not in place}
+        if unknown:
+            some = ", ".join(sorted(unknown)[:10])
+            rank_zero_warn(
+                f"The data has labels that the net does not know ({some}): their cells are "
+                "predicted but not tested."
+            )
+            unlabelled = f"its labels ({some}) are none of {', '.join(fitted.class_names)}."
+        parts = np.array(fitted.find_parts(prints))
+        rows = {part: np.flatnonzero((parts == part) & (labels >= 0)) for part in ("train", "val")}
+        rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
+        if (labels >= 0).any():
+            unlabelled = "all labelled cells are cells that the net was trained on."
+        facts = {
+            "class_names": list(fitted.class_names),
+            "input_genes": list(fitted.input_genes),
+            "labels": names.tolist(),
+            "unlabelled": unlabelled,
+            "fingerprints": prints,
+        }
+        return facts, matrix, labels, rows
+
+    def _find_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
+        """Return the labels, and the reason if there are none."""
+        s, fitted = self.settings, self.preparation
+        assert fitted is not None
+        none = np.full(self.cells.n_obs, None, dtype=object)
+        if s.label_column is not None:
+            try:
+                return read_labels(self.cells, s.label_column, s.label_file), ""
+            except (ValueError, OSError) as error:
+                return none, f"{error}"
+        known = {
+            print_: fitted.class_names[label]
+            for part, labels in fitted.seen_labels.items()
+            for print_, label in zip(fitted.seen[part], labels, strict=True)
+        }
+        if not known:
+            return none, f"name the label column with `label_column`; {self._list_columns()}."
+        names = np.array([known.get(print_) for print_ in prints.tolist()], dtype=object)
+        return names, "labels are clusters of training cells, and the data has none of these cells."
+
+    def _labels(self, normal: Any) -> Names:
+        s = self.settings
+        if s.label_column is not None:
+            return read_labels(self.cells, s.label_column, s.label_file)
+        if not s.leiden:
+            raise ValueError(
+                f"Name the label column with `label_column`; {self._list_columns()}. One of a CSV "
+                "file needs `label_file`, too. `leiden: true` uses Leiden clusters instead, which "
+                "are no ground truth."
+            )
+        # As in the paper: a method meant for counts, on log-normalised values of all cells.
+        return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))
+
+    def _list_columns(self) -> str:
+        return f"obs has {', '.join(map(str, self.cells.obs.columns)) or 'no column'}"
+
+    def _split(
+        self, labels: NDArray[np.int64], labelled: NDArray[np.int64], class_names: Sequence[str]
+    ) -> Rows:
+        """Return the rows of each split, among the labelled cells."""
+        s = self.settings
+        if s.split_by is None:
+            of = torch.from_numpy(labels)
+            rest, test = stratified_split(labelled, of, 0.2, s.split_seed, class_names)
+            train, val = stratified_split(rest, of, 0.125, s.split_seed, class_names)
+            return dict(zip(PARTS, (train, val, test), strict=True))
+        if s.split_by not in self.cells.obs.columns:
+            raise ValueError(
+                f"`split_by` must be a column of obs, got {s.split_by!r}; {self._list_columns()}."
+            )
+        groups = self.cells.obs[s.split_by].astype(str).to_numpy(dtype=object)
+        given = named_parts(dict.fromkeys(groups[labelled]), f"Column {s.split_by!r}")
+        if given is not None:
+            parts = np.array([given[group] for group in groups[labelled]])
+            return {part: labelled[parts == part] for part in PARTS}
+        rest, test = grouped_split(labelled, labels, groups, 0.2, s.split_seed)
+        train, val = grouped_split(rest, labels, groups, 0.125, s.split_seed)
+        return dict(zip(PARTS, (train, val, test), strict=True))

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from ._part import Part
-from ._tables import Tables
+from ._files import Tables
+from ._splits import Part
 from .base import BaseDataModule
-
-__all__ = ["PARTS", "FittedDataModule", "find_parts", "hash_rows", "named_parts", "seen_samples"]
 
 PARTS = ("train", "val", "test")
 _NAMES = {

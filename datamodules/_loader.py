@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
-from ._part import Batch, Indices, Part, Samples
-
-__all__ = ["BatchLoader", "rank_and_world_size"]
+from ._files import Indices
+from ._splits import Batch, Part, Samples
 
 Job = tuple[Indices, int, int]  # indices, seed, epoch
 

@@ -10,13 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._files import Download, check_digest
-from ._images import split_images
-from ._part import CropFlip, Normalize, PaddingMode, Part
-from ._tables import Save, Tables
+from ._files import Download, Save, Tables, check_digest
+from ._splits import CropFlip, Normalize, PaddingMode, Part, split_images
 from .base import BaseDataModule, check_choice
-
-__all__ = ["CIFAR10DataModule"]
 
 # Files of the Python version, with their published MD5 checksums.
 _TRAIN = {

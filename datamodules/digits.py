@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from ._part import Part, stratified_split
-from ._tables import Save, Tables
+from ._files import Save, Tables
+from ._splits import Part, stratified_split
 from .base import BaseDataModule
-
-__all__ = ["DigitsDataModule"]
 
 
 class DigitsDataModule(BaseDataModule):

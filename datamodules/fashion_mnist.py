@@ -2,8 +2,6 @@
 
 from .mnist import MNISTDataModule, idx_downloads
 
-__all__ = ["FashionMNISTDataModule"]
-
 
 class FashionMNISTDataModule(MNISTDataModule):
     """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes of clothing.

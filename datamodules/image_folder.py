@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._decode import read_chunks
+from ._files import Save, Tables, read_chunks
 from ._fitted import (
     PARTS,
     FittedDataModule,
@@ -21,11 +21,8 @@ from ._fitted import (
     named_parts,
     seen_samples,
 )
-from ._part import CropFlip, Normalize, Part, stratified_split
-from ._tables import Save, Tables
+from ._splits import CropFlip, Normalize, Part, stratified_split
 from .base import check_choice
-
-__all__ = ["ImageFolderDataModule"]
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
 _DAMAGED = (OSError, SyntaxError, ValueError)  # as Pillow raises them

@@ -11,13 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._files import Download, check_digest
-from ._images import split_images
-from ._part import Normalize, Part
-from ._tables import Save, Tables
+from ._files import Download, Save, Tables, check_digest
+from ._splits import Normalize, Part, split_images
 from .base import BaseDataModule
-
-__all__ = ["MNISTDataModule", "idx_downloads"]
 
 _FILES = {
     ("train", "images"): "train-images-idx3-ubyte",

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ._cell_decoding import CellDecoder
-from ._cell_preparation import CellPreparation, Standardize
-from ._files import Download
+from ._cells import CellDecoder, CellPreparation, Standardize
+from ._files import Download, Save, SparseTable, Tables
 from ._fitted import FittedDataModule
-from ._part import Part
-from ._tables import Save, SparseTable, Tables
+from ._splits import Part
 from .base import check_choice
 
 if TYPE_CHECKING:
     from anndata import AnnData
-
-__all__ = ["PBMC3kDataModule"]
 
 
 class PBMC3kDataModule(FittedDataModule):

@@ -10,15 +10,21 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._audio import FRONT_ENDS, RATE, LogMel, ShiftAndNoise, read_wave
-from ._clips import LISTS, WORDS, cut_silence, list_clips, select_segment
-from ._decode import list_files, read_chunks
-from ._files import Download
-from ._part import Part
-from ._tables import Save, Tables
+from ._audio import (
+    FRONT_ENDS,
+    LISTS,
+    RATE,
+    WORDS,
+    LogMel,
+    ShiftAndNoise,
+    cut_silence,
+    list_clips,
+    read_wave,
+    select_segment,
+)
+from ._files import Download, Save, Tables, list_files, read_chunks
+from ._splits import Part
 from .base import BaseDataModule, check_choice
-
-__all__ = ["SpeechCommandsDataModule"]
 
 
 class SpeechCommandsDataModule(BaseDataModule):

@@ -8,14 +8,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from ._files import Save, Tables
 from ._fitted import FittedDataModule, find_parts
-from ._part import Part
-from ._table_decoding import TableDecoder
-from ._table_preparation import TablePreparation, read_table
-from ._tables import Save, Tables
+from ._splits import Part
+from ._table_preparation import TableDecoder, TablePreparation, read_table
 from .base import check_choice
-
-__all__ = ["TabularDataModule"]
 
 _BUNDLED = ("breast_cancer", "diabetes", "iris", "wine")
 

@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ._tables import Save, Tables
-from ._windows import Windows
+from ._files import Save, Tables
+from ._splits import Windows
 from .base import BaseDataModule
-
-__all__ = ["TextDataModule"]
 
 _BYTES = 256
 _NOT_STANDARD = {"site-packages", "dist-packages"}

@@ -9,14 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ._decode import list_files, read_chunks
-from ._files import Download
-from ._images import split_images
-from ._part import CropFlip, Normalize, PaddingMode, Part
-from ._tables import Save, Tables
+from ._files import Download, Save, Tables, list_files, read_chunks
+from ._splits import CropFlip, Normalize, PaddingMode, Part, split_images
 from .base import BaseDataModule, check_choice
-
-__all__ = ["TinyImageNetDataModule"]
 
 _SIZE = 64
 _STATISTICS = {

@@ -9,8 +9,6 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["as_dataclass", "check_fields", "checked"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -13,16 +13,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-__all__ = [
-    "WholeFileCheckpointIO",
-    "csv_cell",
-    "from_csv_cell",
-    "locked",
-    "replacing",
-    "write_csv",
-    "write_text",
-]
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:

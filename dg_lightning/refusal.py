@@ -6,8 +6,6 @@ import traceback
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-__all__ = ["Refusal", "refusal"]
-
 
 class Refusal(SystemExit):
     """Exits the program, with status 2 for a user error and 1 for a failed run."""

@@ -5,8 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import dg_lightning
 
-__all__ = ["versions"]
-
 _LIBRARIES = ("torch", "lightning", "torchmetrics", "numpy")
 
 

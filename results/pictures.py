@@ -87,7 +87,7 @@ def marker_genes(run: Path) -> None:
     import pandas as pd
     import scanpy as sc
 
-    from dg_lightning.cli.trained import load_data
+    from dg_lightning.cli.runs import load_data
 
     data: Any = load_data(str(next(run.rglob("last.ckpt"))), None, needed_by="markers")
     part = data.part_to_predict()

@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 from dg_lightning.configs import config_path
-from dg_lightning.study.published import published
 from dg_lightning.study.tables import (
     TEXTS,
     describe_training,
     markdown_table,
     paired_difference,
+    published,
     published_remarks,
 )
 

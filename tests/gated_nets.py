@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning import GatedMLP
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.engines import FeedForward
 
 
 def randomised(net: GatedMLP, seed: int = 0) -> Any:

@@ -1,8 +1,6 @@
 """Budgets: usage terms that a loss is penalised with, the controller of λ, and the landing."""
 
 from .budget import GateBudget, Measure, check_budget, gate_budgets, usage_by_budget
-from .landing import FrozenGates, Landing, Timetable
-from .multiplier import Multiplier
 from .penalty import (
     MacsPrices,
     Usage,
@@ -14,7 +12,7 @@ from .penalty import (
     usage_term,
     without_a_price,
 )
-from .regulator import Regulator
+from .regulator import FrozenGates, Landing, Multiplier, Regulator, Timetable
 
 __all__ = [
     "FrozenGates",

@@ -20,10 +20,7 @@ from dg_lightning.compute.macs import (
     gate_before,
     linear_maps,
 )
-from dg_lightning.gates.deployment import deployed_gate, floor_of, logit
-from dg_lightning.gates.protocol import GateLike, gate_layers
-
-__all__ = ["GateBudget", "Measure", "check_budget", "gate_budgets", "usage_by_budget"]
+from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_layers, logit
 
 Measure: TypeAlias = Literal["macs", "open_rate"]
 

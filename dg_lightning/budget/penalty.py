@@ -10,21 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from dg_lightning.compute.macs import LinearMap
-from dg_lightning.compute.maps import positions
+from dg_lightning.compute.macs import LinearMap, positions
 from dg_lightning.gates.protocol import GateLike, connection_mask
-
-__all__ = [
-    "MacsPrices",
-    "Usage",
-    "mean_rate",
-    "mean_rates",
-    "penalty",
-    "scale_gradient",
-    "unit_costs_by_connections",
-    "usage_term",
-    "without_a_price",
-]
 
 Usage: TypeAlias = Literal["linear", "expected_macs", "target", "hinge_below", "hinge_above"]
 

@@ -1,16 +1,211 @@
-"""One budget over a training run: λ, the share that may be used, validation, the landing."""
+"""Hold one budget over a training run: the weight of its penalty, then landing exactly on it."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from dg_lightning.budget.budget import GateBudget
-from dg_lightning.budget.landing import ENOUGH_MEASUREMENTS, LEAST, Landing, Mean
-from dg_lightning.budget.multiplier import Multiplier
+from dg_lightning.gates.protocol import GateLike
+from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
-__all__ = ["Regulator"]
+
+class Multiplier:
+    """λ of a budget, moved by what was used; all arithmetic stays on the device.
+
+    `pi` is a proportional-integral controller on log λ, which finds the scale of any loss;
+    `dual` is gradient ascent on the Lagrangian.
+
+    Args:
+        method: The rule; λ of `shift` is never moved, as it has no penalty.
+        initial: The first λ.
+        highest: The largest λ.
+        integral: Gain of the summed error; of `dual`, the step of λ as a multiple of `initial`.
+        proportional: Gain of the change of the error.
+    """
+
+    def __init__(
+        self,
+        method: Literal["pi", "dual", "shift"],
+        initial: float,
+        highest: float,
+        integral: float = 0.1,
+        proportional: float = 1.0,
+    ) -> None:
+        self.method = method
+        self.initial = initial
+        self.highest = highest
+        self.lowest = initial * 1e-3
+        self.integral = integral
+        self.proportional = proportional
+        self.value = torch.tensor(initial)
+        self.error = torch.tensor(0.0)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return λ on a device, where it stays: a copy in every step would wait for it."""
+        if self.value.device != device:
+            self.value, self.error = self.value.to(device), self.error.to(device)
+        return self.value
+
+    @torch.no_grad()
+    def update(self, used: Tensor, allowed: float) -> None:
+        """Raise λ where more was used than allowed, lower it where less.
+
+        While too much is used λ never falls, however fast the error does.
+        """
+        value = self.on(used.device)
+        error = torch.log(used.clamp_min(1e-6) / allowed).clamp(-0.5, 0.5).to(value.dtype)
+        if self.method == "pi":
+            step = self.integral * error + self.proportional * (error - self.error)
+            step = torch.where(error > 0, step.clamp_min(0), step)
+            value = (value * step.exp()).clamp(self.lowest, self.highest)
+        else:
+            value = (value + self.integral * self.initial * error).clamp(0, self.highest)
+        # In place: a captured step reads this tensor.
+        self.value.copy_(value)
+        self.error.copy_(error)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return λ and the last error."""
+        return {"value": float(self.value), "error": float(self.error)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.value, self.error = torch.tensor(state["value"]), torch.tensor(state["error"])
+
+
+_MEASUREMENTS = 200  # over a training run, where their interval is not given
+_LANDING = 10  # measurements over which gates land
+
+_TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
+ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
+LEAST = 1e-6  # share that something is at least taken to use
+
+
+Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
+
+
+class Timetable(NamedTuple):
+    """When a budget is pressed for and landed on, in optimizer steps."""
+
+    pressed: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
+    begin: int
+    landing: int
+    landed: int
+    interval: int  # between measurements
+
+    @classmethod
+    def resolve(
+        cls, clock: Clock, begin: Duration, until: Duration, landing: Duration, every: int | None
+    ) -> "Timetable":
+        """Resolve durations; `every` is the interval, None for 1/200 of the training run."""
+        pressed = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
+        first, freeze = clock.steps(begin, "begin"), clock.steps(landing, "landing")
+        interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
+        landed = freeze + _LANDING * interval
+        if clock.total_steps is not None:
+            # Two steps are left for it: gates are frozen first and land one step later, because p
+            # is of before the optimizer's step.
+            freeze = min(freeze, max(clock.total_steps - 2, 0))
+            landed = min(landed, clock.total_steps - 1)
+        return cls(pressed, first, freeze, landed, interval)
+
+    def landing_progress(self, step: int) -> float:
+        """Return how much of the landing has passed, from 0 to 1 and beyond."""
+        return (step - self.landing) / max(self.landed - self.landing, 1)
+
+
+class FrozenGates:
+    """Keeps the parameters of gates fixed, whatever an optimizer does.
+
+    `requires_grad` and `grad` stay as they are: DDP and loss scalers rely on gradients.
+
+    Args:
+        gates: The gates.
+    """
+
+    def __init__(self, gates: Iterable[GateLike]) -> None:
+        modules = [gate for gate in gates if isinstance(gate, nn.Module)]
+        parameters = [parameter for gate in modules for parameter in gate.parameters()]
+        self.kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Restore the parameters."""
+        for parameter, value in self.kept:
+            parameter.copy_(value)
+
+
+class Landing:
+    """Shifts frozen gates onto their budget, a little with every measurement.
+
+    Static gates then use it exactly. What GateNets use varies between batches and changes with the
+    features that they read, so they are corrected by the mean of several batches.
+
+    Args:
+        budget: The budget.
+    """
+
+    def __init__(self, budget: GateBudget) -> None:
+        self.budget = budget
+        self.landed = False
+        self.start: float | None = None  # what was used when gates were frozen
+        self.measurements = 0
+        self.used = 0.0
+
+    def approach(self, used: Tensor, progress: float) -> float:
+        """Return the shift of a measurement before the gates have landed.
+
+        Args:
+            used: The share that deployed gates use, as far as the last forward pass shows it.
+            progress: How much of the landing has passed, from 0 to 1.
+        """
+        self.used = float(used)
+        self.start = self.start or max(self.used, LEAST)
+        self.landed = progress >= 1
+        target = self.start * (self.budget.budget / self.start) ** min(max(progress, 0.0), 1.0)
+        return self.shift_to(target, self.used)
+
+    def correct(self, used: Tensor, measurements: int = 1) -> float:
+        """Add measurements after the landing, and return the shift they ask for, mostly 0."""
+        self.measurements += measurements
+        self.used += (float(used) - self.used) * measurements / self.measurements
+        settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
+        if settled or self.measurements < ENOUGH_MEASUREMENTS:
+            return 0.0
+        return self.shift_to(self.budget.budget, self.used)
+
+    def shift_to(self, target: float, used: float) -> float:
+        """Return the shift that brings what is used to the target."""
+        here = float(self.budget.used())  # by the last pass, which may differ from it
+        return self.budget.shift_for(target if used < LEAST else here * target / used)
+
+    def apply(self, shift: float, mean: Mean) -> None:
+        """Shift the gates, and restart the measurements.
+
+        Args:
+            shift: The shift, equal on all ranks.
+            mean: Mean of a value over ranks, so that all of them record the same use.
+        """
+        if shift:
+            self.measurements = 0
+            before = float(mean(self.budget.used()))
+            after = float(mean(self.budget.used(shift)))
+            self.used = after if before < LEAST else self.used * after / before
+            self.budget.shift(shift)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs."""
+        kept = {"landed": self.landed, "looks": self.measurements, "used": self.used}
+        return kept if self.start is None else {**kept, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self.landed, self.used = state["landed"], state["used"]
+        self.measurements, self.start = state["looks"], state.get("start")
+
 
 _MISSED = 0.05  # of the budget
 _RECENT = 2  # measurements: more would lag behind gates that close, one may be of a small batch

@@ -12,17 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from dg_lightning.study.quiet import quietly
-from dg_lightning.training.loaders import loader_generators
+from dg_lightning.study.runner import quietly
+from dg_lightning.training.step_logging import loader_generators
 
-from .copies import Copies, hasten
-from .findings import add_cost, add_findings, add_pickling
-from .probe import Observed, run_steps
-from .ranks import check_ranks
-from .report import Report
-from .resume import compare_resumed
-
-__all__ = ["check"]
+from .findings import Report, add_cost, add_findings, add_pickling, check_ranks, compare_resumed
+from .probe import Copies, Observed, hasten, run_steps
 
 
 def check(

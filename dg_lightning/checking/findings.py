@@ -1,22 +1,250 @@
-"""The questions of a check that the steps of one training answer."""
+"""What a check finds, on one process, after resuming, and between ranks."""
 
 import copy
+import json
+import os
 import pickle
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from zlib import crc32
 
-from torch import nn
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from typing_extensions import override
 
 from dg_lightning.compute import gate_submodules
 from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.schedules import Clock, Duration, Schedule
 
-from .copies import Copies, is_ours, taking_part, targets
-from .probe import Observed, run_steps
-from .report import Report, Status
+from .probe import Copies, Observed, hasten, is_ours, own_settings, run_steps, taking_part, targets
 
-__all__ = ["add_cost", "add_findings", "add_pickling"]
+Status: TypeAlias = Literal["OK", "warning", "ERROR"]
+
+_COLORS = {"OK": "green", "warning": "yellow", "ERROR": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to one question.
+
+    Args:
+        status: Whether all is well.
+        what: What was looked at.
+        found: What was found and, unless all is well, the way out.
+    """
+
+    status: Status
+    what: str
+    found: str
+
+
+@dataclass
+class Report:
+    """The findings of a check; printing it shows a table.
+
+    >>> report = Report()
+    >>> report.add("OK", "gates", "2 gates.")
+    >>> report.ok
+    True
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, status: Status, what: str, found: str) -> None:
+        """Add a finding."""
+        self.findings.append(Finding(status, what, found))
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error."""
+        return all(finding.status != "ERROR" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """Return the findings as JSON."""
+        content = {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+        return json.dumps(content, indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """Return the findings as a table."""
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(title="Check", box=box.SIMPLE, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in self.findings:
+            status = f"[{_COLORS[finding.status]}]{finding.status}[/]"
+            table.add_row(status, escape(finding.what), escape(finding.found))
+        console = Console()
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get().rstrip()
+
+
+_STEPS = 8
+_PATIENCE = timedelta(seconds=60)  # for a process that waits for another
+
+
+class CompareRanks(pl.Callback):
+    """Comes behind all other callbacks, and writes in which batch weights are different."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.batches = 0
+        self.different: dict[str, int] = {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        self.batches += 1
+        own = {
+            name: crc32(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, parameter in pl_module.named_parameters()
+        }
+        every: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(every, own)
+        for name in own:
+            if len({other[name] for other in every}) > 1:
+                self.different.setdefault(name, self.batches)
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps([self.batches, self.different]), encoding="utf-8")
+        if self.batches >= _STEPS:
+            trainer.should_stop = True
+
+
+def check_ranks(
+    model: Any, data: Any, callbacks: Sequence[Any], arguments: dict[str, Any]
+) -> Finding:
+    """Make a few steps in two processes on the CPU."""
+    what = "two processes"
+    strategy = DDPStrategy(
+        find_unused_parameters=True,
+        start_method="spawn",
+        process_group_backend="gloo",
+        timeout=_PATIENCE,
+    )
+    with tempfile.TemporaryDirectory() as folder, _stdout_is_stderr():
+        path = Path(folder, "ranks.json")
+        own, copies = own_settings(arguments, folder), Copies(model, callbacks)
+        hasten(copies.callbacks)
+        try:
+            trainer = pl.Trainer(
+                **{**own, "accelerator": "cpu"},
+                callbacks=[*copies.callbacks, CompareRanks(path)],
+                devices=2,
+                strategy=strategy,
+            )
+            trainer.fit(copies.model, data)
+        except Exception as error:  # of either process
+            return Finding("ERROR", what, f"They stop: {_last_line(error)}")
+        batches, different = json.loads(path.read_text(encoding="utf-8"))
+    if different:
+        where = ", ".join(f"{name} (batch {batch})" for name, batch in different.items())
+        return Finding("ERROR", what, f"Their weights are different: {where}.")
+    return Finding("OK", what, f"They have the same weights after each of {batches} batches.")
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """Send to stderr what gloo and other processes write to stdout, which is for the report."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _last_line(error: Exception) -> str:
+    """Return the message of an error, which of another process ends its traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    if "imed out" in str(error):
+        return f"one waits for the other, which does not come ({last})"
+    if "pickle" in str(error):
+        return f"{last}; what is defined in a notebook cannot be sent to processes"
+    return last
+
+
+class Resumed(pl.Callback):
+    """Comes behind all other callbacks, and notes what a resumed training starts from."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ours = [c for c in trainer.callbacks if is_ours(c)]  # type: ignore[attr-defined]
+        self.state = copy.deepcopy({
+            "step": trainer.global_step,
+            "weights": pl_module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+            "callbacks": {c.state_key: state for c in ours if (state := c.state_dict())},
+        })  # fmt: skip
+        trainer.should_stop = True
+
+
+def compare_resumed(
+    model: Any, data: Any, callbacks: Sequence[Any], arguments: dict[str, Any], path: Path
+) -> Finding:
+    """Resume from a checkpoint, and compare all that it starts from with what was saved."""
+    saved = torch.load(path, map_location="cpu", weights_only=False)
+    resumed, copies = Resumed(), Copies(model, callbacks)
+    hasten(copies.callbacks)
+    what = "checkpoint"
+    with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
+        trainer = pl.Trainer(
+            **own_settings(arguments, folder),
+            callbacks=[*copies.callbacks, resumed],
+            devices=1,
+        )
+        try:
+            trainer.fit(copies.model, data, ckpt_path=str(path), weights_only=False)
+        except Exception as error:  # whatever it is, it would have stopped the training
+            line = " ".join(str(error).split())
+            return Finding("ERROR", what, f"It does not resume: {type(error).__name__}: {line}")
+    if not resumed.state:
+        return Finding("warning", what, "The training was over, so resuming was not tried.")
+    ours = [callback.state_key for callback in copies.callbacks if is_ours(callback)]
+    kept = {key: value for key, value in saved["callbacks"].items() if key in ours and value}
+    expected = {
+        "step": saved["global_step"],
+        "weights": saved["state_dict"],
+        "optimizers": saved["optimizer_states"],
+        "callbacks": kept,
+    }
+    different = [part for part in expected if not _same(resumed.state[part], expected[part])]
+    if different:
+        return Finding("ERROR", what, f"Resumed, other {', '.join(different)} than were saved.")
+    names = ", ".join(key.partition("{")[0] for key in kept) or "no callback"
+    text = f"Resumes at step {expected['step']} with all that was saved, also of {names}."
+    return Finding("OK", what, text)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)
+
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MOST_NAMES = 6

@@ -1,27 +1,140 @@
-"""Dispatch of commands to functions, and handling of their errors."""
+"""Find the function of a command, and turn errors into one line."""
 
 import os
 import sys
 from contextlib import nullcontext
 from errno import EFBIG, ENOSPC
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from dg_lightning.cli.errors import (
+    OneLineErrorParser,
     describe_unexpected,
     involves_user_code,
     is_user_error,
     one_line,
-    refusal,
 )
 from dg_lightning.cli.program import run_command
-from dg_lightning.cli.study_commands import STUDY_COMMANDS, run_study_command
-from dg_lightning.cli.views import VIEW_COMMANDS, run_view_command
-from dg_lightning.study.quiet import quietly
+from dg_lightning.cli.runs import add_config_option, newest_run
+from dg_lightning.configs import resolve_config_paths
+from dg_lightning.files import write_text
+from dg_lightning.refusal import refusal
+from dg_lightning.study.runner import quietly
 
-__all__ = ["run"]
+VIEW_COMMANDS = ("report", "genes", "features", "wandb-workspace")
+
+
+def run_view_command(args: list[str]) -> None:
+    """Run one of these commands with the arguments after its name."""
+    command, *rest = args
+    if command == "report":
+        _report(rest)
+    elif command == "genes":
+        from dg_lightning.cli.features import run_genes
+
+        run_genes(rest)
+    elif command == "features":
+        from dg_lightning.cli.features import run_features
+
+        run_features(rest)
+    else:
+        _workspace(rest)
+
+
+def _report(args: list[str]) -> None:
+    from dg_lightning.study.report import write_report
+
+    parser = OneLineErrorParser(
+        prog="dg-lightning report",
+        description="Write the HTML report of a study or of a run as a single file.",
+    )
+    parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
+    add_config_option(parser)
+    parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
+    given = parser.parse_args(args)
+    if (given.folder is None) == (given.config is None):
+        raise refusal("Give either a folder, or --config for the newest run of a config.")
+    folder = given.folder or Path(newest_run(given.config)).parents[1]
+    path = write_report(Path(folder), None if given.output is None else Path(given.output))
+    print(f"The report is {path}.")
+
+
+def _workspace(args: list[str]) -> None:
+    parser = OneLineErrorParser(
+        prog="dg-lightning wandb-workspace",
+        description="Save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
+    )
+    parser.add_argument("--entity", type=str, required=True, help="User or team.")
+    parser.add_argument("--project", type=str, default="dg-lightning", help="Project.")
+    parser.add_argument(
+        "--output",
+        type=str,
+        default="wandb_workspace.json",
+        help="Where its specification goes if no server can be reached.",
+    )
+    given = parser.parse_args(args)
+    try:
+        import wandb
+        import wandb_workspaces  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise refusal(
+            "`wandb-workspace` needs W&B: pip install wandb wandb-workspaces.", error
+        ) from error
+    from dg_lightning.monitoring.workspace import gate_workspace, reachable_server, specification
+
+    workspace = gate_workspace(given.entity, given.project)
+    address, answers = reachable_server()
+    reason = "could not be reached"
+    if answers:
+        try:
+            workspace.save()
+        except (wandb.Error, ValueError, OSError) as error:
+            reason = f"would not take it ({' '.join(str(error).split())})"
+        else:
+            print(f"The workspace is {workspace.url}.")
+            return
+    path = Path(given.output)
+    write_text(path, specification(workspace))
+    sys.stderr.write(
+        f"{address} {reason}: the specification of the workspace is in {path}. To save it, run "
+        "`wandb login` and this command again where the server can be reached.\n"
+    )
+
+
+_DESCRIPTIONS = {
+    "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
+    "search": "Search settings that are accurate and cheap, by validation alone.",
+}
+STUDY_COMMANDS = tuple(_DESCRIPTIONS)
+
+
+def run_study_command(args: list[str]) -> None:
+    """Run `study` or `search` with the arguments after that word."""
+    command, *rest = args
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise refusal(f"`{command}` needs Optuna: pip install optuna.", error) from error
+    from dg_lightning.cli.program import run_command
+    from dg_lightning.study import Search, Study, run_search, run_study
+
+    kind = Study if command == "study" else Search
+    parser = OneLineErrorParser(prog=f"dg-lightning {command}", description=_DESCRIPTIONS[command])
+    parser.add_argument("--config", action="config", help="One that ships, or a file.")
+    parser.add_class_arguments(kind)
+    given = parser.parse_args(resolve_config_paths(rest))
+    given.pop("config")
+    settings = kind(**parser.instantiate(given).as_dict())
+    if isinstance(settings, Search):
+        succeeded = run_search(settings, run_command)
+    else:
+        succeeded = run_study(settings, run_command)
+    if not succeeded:
+        sys.exit(1)
+
 
 _QUIET = "--quiet"
 _TERMINATED = 143  # 128 + SIGTERM, as shells report it

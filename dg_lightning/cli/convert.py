@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.trained import (
+from dg_lightning.cli.errors import OneLineErrorParser
+from dg_lightning.cli.runs import (
     add_checkpoint_options,
     load_data,
     load_model,
@@ -17,12 +17,11 @@ from dg_lightning.cli.trained import (
 )
 from dg_lightning.files import replacing, write_text
 from dg_lightning.gates import GateSettings
+from dg_lightning.refusal import refusal
 from dg_lightning.study.tables import markdown_table
 from dg_lightning.surgery import Converted, convert
 from dg_lightning.training.checkpoint import read_checkpoint
 from dg_lightning.training.module import GatedModule
-
-__all__ = ["run_convert"]
 
 
 def run_convert(args: list[str]) -> None:

@@ -15,17 +15,7 @@ from typing_extensions import override
 
 import dg_lightning
 from dg_lightning import callbacks, datamodules
-from dg_lightning.refusal import Refusal, refusal
-
-__all__ = [
-    "OneLineErrorParser",
-    "Refusal",
-    "describe_unexpected",
-    "involves_user_code",
-    "is_user_error",
-    "one_line",
-    "refusal",
-]
+from dg_lightning.refusal import refusal
 
 # Packages that raise errors of these types with a message for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)

@@ -15,8 +15,8 @@ from rich.table import Table
 from torch import Tensor
 
 from dg_lightning import GatedMLP
-from dg_lightning.cli.errors import OneLineErrorParser, refusal
-from dg_lightning.cli.trained import (
+from dg_lightning.cli.errors import OneLineErrorParser
+from dg_lightning.cli.runs import (
     BATCH_SIZES,
     add_checkpoint_options,
     batches,
@@ -27,9 +27,11 @@ from dg_lightning.cli.trained import (
     load_net,
     resolve_checkpoint,
 )
-from dg_lightning.runtime.choice import (
+from dg_lightning.refusal import refusal
+from dg_lightning.runtime.compaction import (
     FREEZE_USAGE,
     MAX_ACCURACY_LOSS,
+    Compact,
     fastest_compact,
     freeze_gates,
     frozen_where_faster,
@@ -38,11 +40,8 @@ from dg_lightning.runtime.choice import (
     usage_of,
     without_gates,
 )
-from dg_lightning.runtime.compaction import Compact
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
-
-__all__ = ["run_export"]
 
 _NEEDS = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
 Run: TypeAlias = Callable[[Tensor], Tensor]

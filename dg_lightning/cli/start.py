@@ -10,8 +10,6 @@ import dg_lightning
 from dg_lightning.configs import config_path, config_summary, option_values, shipped_configs
 from dg_lightning.refusal import refusal
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "fit": "Train a model.",
     "validate": "Evaluate a checkpoint on the validation part.",

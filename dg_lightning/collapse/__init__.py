@@ -1,7 +1,6 @@
 """Gate collapse: statistics over a training run, diagnosis, rescue."""
 
-from .diagnosis import MODES, GateState, Limits, Mode, Verdict, diagnose
-from .rescue import Rescue
+from .diagnosis import MODES, GateState, Limits, Mode, Rescue, Verdict, diagnose
 from .statistics import GateStatistics, open_shares, unit_rates
 
 __all__ = [

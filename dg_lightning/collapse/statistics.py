@@ -8,10 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dg_lightning.gates.deployment import deployed_gate
-from dg_lightning.gates.protocol import GateLike
-
-__all__ = ["GateFigures", "GateStatistics", "open_shares", "unit_rates"]
+from dg_lightning.gates.protocol import GateLike, deployed_gate
 
 
 class GateFigures(NamedTuple):

@@ -10,8 +10,7 @@ from .macs import (
     needed_parameters,
     uncounted_modules,
 )
-from .metric import ComputeLedger
-from .report import ComputeReport
+from .metric import ComputeLedger, ComputeReport
 
 __all__ = [
     "ComputeLedger",

@@ -15,8 +15,6 @@ from torchmetrics import Metric
 from dg_lightning.compute.macs import dense_decision_macs, linear_maps, uncounted_modules
 from dg_lightning.gates.protocol import Feeds, gate_layers
 
-__all__ = ["CountWholeNet", "WholeNet"]
-
 
 @dataclass(frozen=True)
 class WholeNet:

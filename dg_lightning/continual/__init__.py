@@ -1,16 +1,18 @@
 """Tasks in sequence: what callbacks ask of data, measures, and protection of what is learned."""
 
-from dg_lightning.continual.measures import (
+from dg_lightning.continual.protection import Protection
+from dg_lightning.continual.tasks import (
     AccuracyMatrix,
+    TaskData,
     average_accuracy,
     backward_transfer,
     forgetting,
     forward_transfer,
+    mask_classes,
     overlap,
     plasticity,
+    task_data,
 )
-from dg_lightning.continual.protection import Protection
-from dg_lightning.continual.tasks import TaskData, mask_classes, task_data
 
 __all__ = [
     "AccuracyMatrix",

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dg_lightning.compute.maps import as_matrix, unit_axis
-from dg_lightning.gates.deployment import deployed_gate
+from dg_lightning.compute.macs import as_matrix, unit_axis
 from dg_lightning.gates.protocol import (
     GateLike,
     connection_mask,
+    deployed_gate,
     gate_layers,
     plain_name,
     protected_mask,
@@ -20,8 +20,6 @@ from dg_lightning.gates.protocol import (
 from dg_lightning.rewiring.sparse_layer import reset_state
 from dg_lightning.surgery import find_units
 from dg_lightning.surgery.recording import first_tensor
-
-__all__ = ["WatchedUnits", "find_watched"]
 
 
 class WatchedUnits:

@@ -13,7 +13,7 @@ Reference: Y. I. Choi, "DynamicGate-MLP", 2025, sections 3.1 to 3.5.
 """
 
 from .base import Gate, GateOptions
-from .dynamic import DynamicGate
+from .kinds import DynamicGate, GateSettings, StaticGate, make_gate
 from .policies import Policy, straight_through, top_k_mask
 from .protocol import (
     Feeds,
@@ -25,9 +25,7 @@ from .protocol import (
     gate_layers,
     set_connections,
 )
-from .settings import GateSettings, make_gate
 from .state import SharedState, set_temperature, set_threshold, shared_state
-from .static import StaticGate
 
 __all__ = [
     "DynamicGate",

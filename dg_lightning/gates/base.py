@@ -22,8 +22,6 @@ from dg_lightning.gates.policies import (
 )
 from dg_lightning.gates.protocol import Feeds
 
-__all__ = ["Gate", "GateOptions", "at_least_float32"]
-
 
 class GateOptions(TypedDict, total=False):
     """Options common to all gates, as plain values. See `Gate` for their meaning."""

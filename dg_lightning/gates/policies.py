@@ -9,17 +9,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HARD_POLICIES",
-    "Policy",
-    "hard_gate",
-    "logit_for",
-    "open_probability",
-    "sample_gate",
-    "straight_through",
-    "top_k_mask",
-]
-
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
 HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # 0 or 1 in training too
 

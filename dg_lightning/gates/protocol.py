@@ -9,24 +9,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import TypeIs, get_protocol_members
 
-__all__ = [
-    "Feeds",
-    "GateLike",
-    "assume_open",
-    "by_pattern",
-    "connection_mask",
-    "detach_graph",
-    "gate_layers",
-    "matching",
-    "preserve_probability",
-    "protected_mask",
-    "set_connections",
-    "set_initial_temperature",
-    "set_protected",
-]
+from dg_lightning.gates.policies import top_k_mask
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -255,3 +242,34 @@ def set_protected(layer: nn.Module, mask: Tensor | None) -> None:
     vars(layer).pop("protected_mask", None)
     if mask is not None:
         vars(layer)["protected_mask"] = mask
+
+
+def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
+    """Return a bool mask of the blocks that the last forward pass would open in deployment.
+
+    Always hard, whatever the training policy, and with the floor applied. `shift` is added to every
+    ``z / τ``.
+    """
+    p = gate.probability
+    if p is None or gate.gate is None:
+        raise RuntimeError(
+            f"A gate of {gate.units} units took no part in the last forward pass: let the net use "
+            "it, or name the other gates with `layers`."
+        )
+    p = p.detach()
+    if getattr(gate, "k", None) is not None:
+        chosen: Tensor | None = getattr(gate, "chosen", None)  # router: before capacity drops
+        return gate.gate.detach() != 0 if chosen is None else chosen
+    is_open = logit(p) + shift > logit(gate.threshold) if shift else p > gate.threshold
+    floor = floor_of(gate)
+    return is_open | top_k_mask(p, floor) if floor else is_open
+
+
+def logit(p: Tensor) -> Tensor:
+    """Return the logit in double precision, finite even where float32 has rounded p to 0 or 1."""
+    return torch.logit(p.double(), eps=1e-7)
+
+
+def floor_of(gate: GateLike) -> int:
+    """Return the minimum number of open blocks: the floor, or the k of top-k."""
+    return max(round(float(gate.min_open)), getattr(gate, "k", None) or 0)

@@ -11,8 +11,6 @@ from weakref import WeakKeyDictionary
 
 from dg_lightning.gates.protocol import GateLike
 
-__all__ = ["SharedState", "set_temperature", "set_threshold", "shared_state"]
-
 _LOWEST_TEMPERATURE = 1e-3
 _HIGHEST_THRESHOLD = 0.999
 

@@ -1,10 +1,8 @@
 """Gated layers that read like the equations of section 3 of the paper, and Transformers."""
 
-from .feed_forward import GatedFeedForward, MoEFeedForward
-from .gpt import GPT
+from .feed_forward import GatedFeedForward, MoEFeedForward, SwitchMoE
 from .mlp import GatedLinear, GatedMLP
-from .switch_moe import SwitchMoE
-from .vit import VisionTransformer
+from .transformer import GPT, VisionTransformer
 
 __all__ = [
     "GPT",

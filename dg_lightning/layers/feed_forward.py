@@ -1,17 +1,257 @@
 """Feed-forwards of a Transformer that decide token by token what to run: gates, and experts."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from dg_lightning.gates import Feeds, Gate, GateSettings, make_gate
+from dg_lightning.gates.policies import top_k_mask
 from dg_lightning.layers.mlp import Activation, make_activation
-from dg_lightning.layers.switch_moe import Experts, Router
 
-__all__ = ["GatedFeedForward", "MoEFeedForward"]
+
+class Router(nn.Module):
+    """Chooses the k experts with the largest ``p = softmax(W h / τ)`` for each sample.
+
+    The weight of an expert is its p (k = 1), or p normalised over the chosen experts (k > 1). In
+    training an expert processes only the first samples of a batch, up to its capacity; in
+    evaluation there is no limit, so predictions do not depend on the rest of the batch. Computes
+    in float32 and stores `probability`, `gate` (weights, 0 where not routed), `chosen` (bool,
+    before capacity drops), `dropped` (bool) and `capacity`.
+
+    Args:
+        in_features: Number of inputs.
+        experts: Number of experts.
+        expert_width: Hidden units per expert.
+        k: Number of experts per sample.
+        capacity_factor: Capacity of an expert in training, as a multiple of an even share; None
+            for no limit.
+    """
+
+    temperature: Tensor
+    threshold: Tensor
+    min_open: Tensor
+    input_dependent = True
+
+    recorded = ("probability", "gate", "chosen", "dropped", "logits", "capacity")  # of a pass
+
+    def __init__(
+        self,
+        in_features: int,
+        experts: int,
+        expert_width: int,
+        k: int = 1,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= experts:
+            raise ValueError(f"`top_k` must be from 1 to {experts} experts, got {k}.")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"`capacity_factor` must be above 0, got {capacity_factor}.")
+        self.linear = nn.Linear(in_features, experts, bias=False)
+        self.experts = experts
+        self.units = experts * expert_width
+        self.block_size = expert_width
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.initial_open_rate = k / experts
+        self.feeds = Feeds()
+        self.probability: Tensor | None = None
+        self.gate: Tensor | None = None
+        self.chosen: Tensor | None = None
+        self.dropped: Tensor | None = None
+        self.logits: Tensor | None = None
+        self.capacity = 0
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("threshold", torch.zeros(()))  # unused
+        self.register_buffer("min_open", torch.tensor(float(k)))
+
+    @override
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.autocast(h.device.type, enabled=False):
+            z = F.linear(h.float(), self.linear.weight.float()) / self.temperature
+            p = z.softmax(-1)
+            chosen = top_k_mask(p, self.k)
+            weights = p * chosen
+            if self.k > 1:
+                weights = weights / weights.sum(-1, keepdim=True)
+            self.capacity = self.capacity_for(len(h))
+            fits = running_count(chosen) <= self.capacity
+            g = weights * fits
+        self.probability, self.gate, self.chosen, self.logits = p, g, chosen, z
+        self.dropped = chosen & ~fits
+        return g
+
+    def capacity_for(self, samples: int) -> int:
+        """Return the capacity of an expert for a batch of `samples` samples."""
+        if self.capacity_factor is None or not self.training:
+            return samples
+        return min(math.ceil(self.capacity_factor * samples * self.k / self.experts), samples)
+
+    def load_balance_loss(self) -> Tensor:
+        """Return ``E Σ load_e mean p_e``, which is 1 if all experts are used equally."""
+        assert self.chosen is not None
+        assert self.probability is not None
+        load = self.chosen.float().mean(0) / self.k
+        return self.experts * (load * self.probability.mean(0)).sum()
+
+    def z_loss(self) -> Tensor:
+        """Return the mean squared log-sum-exp of the logits, a loss that keeps them small."""
+        assert self.logits is not None
+        return self.logits.logsumexp(-1).square().mean()
+
+    def auxiliary_loss(self, load_balance: float, z_loss: float) -> Tensor:
+        """Return the sum of both losses with these weights."""
+        return load_balance * self.load_balance_loss() + z_loss * self.z_loss()
+
+    def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
+        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
+        inputs = torch.tensor(self.linear.in_features) if open_inputs is None else open_inputs
+        return inputs * self.experts
+
+    def set_min_open(self, min_open: int | float) -> None:
+        """Raise an error: every sample has exactly k experts."""
+        raise ValueError(f"A router opens {self.k} of {self.experts} experts; set `top_k`.")
+
+    def shift_bias(self, delta: float) -> None:
+        """Raise an error: a softmax is invariant to shifts of its logits."""
+        raise ValueError("A router has no open rate to shift: set `top_k`, or leave it out.")
+
+    def revive(self, units: Tensor) -> None:
+        """Raise an error: unused experts are handled by the load-balance loss."""
+        raise ValueError("A router's experts are revived by `load_balance`: raise its weight.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Tensors with a graph can be neither copied nor pickled.
+        return {**self.__dict__, **dict.fromkeys(self.recorded), "capacity": self.capacity}
+
+
+class Experts(nn.Module):
+    """Parallel two-layer networks, each applied to the samples routed to it.
+
+    The hidden layers of all experts are stored as one wide linear map, and so are the outputs; each
+    expert multiplies only its own rows with its own samples.
+
+    Args:
+        width: Width of inputs and outputs.
+        router: The router, which defines the number and width of the experts.
+        activation: Nonlinearity of the experts.
+    """
+
+    def __init__(self, width: int, router: Router, activation: Activation = "relu") -> None:
+        super().__init__()
+        self.activation = make_activation(activation)
+        self.experts, self.hidden = router.experts, router.block_size
+        self.first = nn.Linear(width, router.units)
+        self.second = nn.Linear(router.units, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(router.experts * width))
+        # Initialise each expert as a separate module: its fan-in is its own width.
+        bound = 1 / math.sqrt(self.hidden)
+        nn.init.uniform_(self.second.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+        router.feeds = Feeds(
+            producer=self.first, skips_rows=True, consumers=(self.second,), runner=self
+        )
+
+    @override
+    def forward(self, h: Tensor, weights: Tensor, capacity: int, k: int) -> Tensor:
+        """Return the weighted sum of expert outputs for each sample.
+
+        Args:
+            h: The samples, ``(batch, width)``.
+            weights: Expert weights, 0 where a sample is not routed, ``(batch, experts)``.
+            capacity: Maximum number of samples per expert.
+            k: Maximum number of experts per sample.
+        """
+        width = h.shape[-1]
+        routed = weights != 0
+        # Each expert has `capacity` rows for its samples, in order; the last row is a dummy.
+        row = torch.arange(self.experts, device=h.device) * capacity + running_count(routed) - 1
+        row = row.masked_fill(~routed, self.experts * capacity)
+        weight, expert = weights.topk(k, dim=-1)  # (batch, k)
+        rows = row.gather(-1, expert)
+        gathered = h.new_zeros(self.experts * capacity + 1, width)
+        gathered = gathered.index_copy(0, rows.flatten(), h.repeat_interleave(k, 0))
+        gathered = gathered[:-1].view(self.experts, capacity, width)
+        first = self.first.weight.view(self.experts, self.hidden, width)
+        first_bias = self.first.bias.view(self.experts, 1, self.hidden)
+        second = self.second.weight.view(width, self.experts, self.hidden).permute(1, 2, 0)
+        hidden = self.activation(gathered @ first.mT + first_bias)
+        out = (hidden @ second + self.bias.view(self.experts, 1, width)).flatten(0, 1)
+        out = torch.cat([out, out.new_zeros(1, width)])
+        taken = out.index_select(0, rows.flatten()).view(*rows.shape, width)
+        return (taken * weight.unsqueeze(-1).to(out.dtype)).sum(1)
+
+
+def running_count(chosen: Tensor) -> Tensor:
+    """Count the true entries down each column; along rows of the transpose, which is faster."""
+    return chosen.t().contiguous().cumsum(-1).t()
+
+
+class SwitchMoE(nn.Module):
+    """A mixture-of-experts classifier: linear, ReLU, experts, ReLU, linear.
+
+    A sample for which no expert has capacity left skips the experts. `GatedClassifier` adds
+    `auxiliary_loss` to the loss.
+
+    Args:
+        in_features: Number of inputs.
+        num_classes: Number of outputs.
+        width: Input and output width of the experts.
+        experts: Number of experts.
+        expert_width: Hidden units per expert.
+        top_k: Number of experts per sample; the Switch Transformer (arXiv:2101.03961) uses 1, the
+            paper 2.
+        capacity_factor: Capacity of an expert in training, as a multiple of an even share; None
+            for no limit. Evaluation has no limit.
+        load_balance: Weight of the loss that balances the use of experts.
+        z_loss: Weight of the loss that keeps the router's logits small.
+
+    >>> moe = SwitchMoE(784, 10, width=32, experts=4, expert_width=8, top_k=2)
+    >>> moe(torch.randn(5, 1, 28, 28)).shape
+    torch.Size([5, 10])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        width: int = 512,
+        experts: int = 8,
+        expert_width: int = 512,
+        top_k: int = 1,
+        capacity_factor: float | None = 2.0,
+        load_balance: float = 1e-2,
+        z_loss: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        if min(width, experts, expert_width) < 1:
+            raise ValueError(
+                "`width`, `experts` and `expert_width` must be at least 1, got "
+                f"{width}, {experts} and {expert_width}."
+            )
+        self.stem = nn.Linear(in_features, width)
+        self.router = Router(width, experts, expert_width, top_k, capacity_factor)
+        self.experts = Experts(width, self.router)
+        self.output = nn.Linear(width, num_classes)
+        self.load_balance, self.z_loss = load_balance, z_loss
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x.flatten(1)).relu()
+        weights = self.router(h)
+        mixed = self.experts(h, weights, self.router.capacity, self.router.k)
+        routed = (weights != 0).any(-1, keepdim=True)
+        logits: Tensor = self.output(torch.where(routed, mixed, h.to(mixed.dtype)).relu())
+        return logits
+
+    def auxiliary_loss(self) -> Tensor:
+        """Return the weighted sum of load-balance loss and z-loss of the last forward pass."""
+        return self.router.auxiliary_loss(self.load_balance, self.z_loss)
 
 
 class GatedFeedForward(nn.Module):

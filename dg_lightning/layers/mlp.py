@@ -11,8 +11,6 @@ from typing_extensions import override
 from dg_lightning.gates import GateSettings, make_gate
 from dg_lightning.gates.protocol import Feeds, is_gate
 
-__all__ = ["Activation", "GatedLinear", "GatedMLP", "make_activation"]
-
 Activation: TypeAlias = Literal["relu", "gelu", "silu", "tanh"]
 Norm: TypeAlias = Literal["layer", "batch"]
 

@@ -1,14 +1,14 @@
 """Monitoring of gates: pictures, CSV tables, and logging of both."""
 
 from dg_lightning.monitoring.figures import gate_figure, has_matplotlib, pixels
-from dg_lightning.monitoring.loggers import (
+from dg_lightning.monitoring.views import (
+    GateTables,
     can_show_pictures,
     define_metrics,
     run_folder,
     show_pictures,
     show_table,
 )
-from dg_lightning.monitoring.tables import GateTables
 
 __all__ = [
     "GateTables",

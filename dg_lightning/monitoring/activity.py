@@ -1,18 +1,18 @@
-"""Gate activity over many samples: rates by unit and class, histograms, and their history."""
+"""What gates do, by unit and class, in one epoch and over a training run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from dg_lightning.gates.deployment import deployed_gate
-from dg_lightning.gates.protocol import GateLike
-
-__all__ = ["BINS", "GateActivity", "GateHistory", "GateSnapshot", "HistoryEntry"]
+from dg_lightning.compute.metric import ComputeLedger
+from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.gates.protocol import GateLike, deployed_gate, gate_layers
 
 BINS = 20  # of the histogram of p over [0, 1]
 
@@ -258,3 +258,287 @@ class GateHistory:
         entries = [HistoryEntry(**entry) for entry in state["looks"]]
         self.entries, self.last = entries[: state["kept"]], entries[-1] if entries else None
         self._seen, self._stride = state["seen"], state["every"]
+
+
+def usage_entropy(counts: Tensor) -> Tensor:
+    """Return the entropy of expert usage in nats; at most ``ln E``.
+
+    >>> round(usage_entropy(torch.tensor([1, 1, 0, 0])).item(), 4)
+    0.6931
+    """
+    share = counts.double() / counts.sum()
+    return -torch.xlogy(share, share).sum()
+
+
+def coefficient_of_variation(counts: Tensor) -> Tensor:
+    """Return the standard deviation of expert usage over its mean; 0 if usage is uniform.
+
+    >>> coefficient_of_variation(torch.tensor([3, 1])).item()
+    0.5
+    """
+    counts = counts.double()
+    return counts.std(correction=0) / counts.mean()
+
+
+def mutual_information(joint: Tensor) -> Tensor:
+    """Return the mutual information of two variables in nats, from their joint counts.
+
+    >>> round(mutual_information(torch.tensor([[5, 0], [0, 5]])).item(), 4)
+    0.6931
+    """
+    pairs = joint.double() / joint.sum()
+    independent = pairs.sum(1, keepdim=True) * pairs.sum(0, keepdim=True)
+    return (torch.xlogy(pairs, pairs) - torch.xlogy(pairs, independent)).sum()
+
+
+class RoutingStatistics(Metric):
+    """Accumulates expert usage by class over batches and processes.
+
+    Args:
+        experts: Number of experts.
+        num_classes: Number of classes.
+        **kwargs: Arguments of `torchmetrics.Metric`.
+
+    >>> statistics = RoutingStatistics(experts=2, num_classes=2)
+    >>> chosen = torch.tensor([[True, False], [False, True]])
+    >>> statistics.update(chosen, chosen.float(), torch.tensor([0, 1]))
+    >>> {name: round(value.item(), 3) for name, value in statistics.compute().items()}
+    {'entropy': 0.693, 'cv': 0.0, 'mutual_information': 0.693}
+    """
+
+    full_state_update = False
+    used: Tensor  # (experts,)
+    joint: Tensor  # (experts, classes)
+
+    def __init__(self, experts: int, num_classes: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("used", torch.zeros(experts, dtype=torch.int64), dist_reduce_fx="sum")
+        joint = torch.zeros(experts, num_classes, dtype=torch.int64)
+        self.add_state("joint", joint, dist_reduce_fx="sum")
+
+    @override
+    def update(self, chosen: Tensor, probability: Tensor, target: Tensor) -> None:
+        """Add a batch: chosen experts (bool), router probabilities, and labels."""
+        self.used += chosen.sum(0)
+        pairs = probability.argmax(-1) * self.joint.shape[1] + target
+        self.joint += torch.bincount(pairs, minlength=self.joint.numel()).view_as(self.joint)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return entropy and variation of usage, and its mutual information with the class."""
+        return {
+            "entropy": usage_entropy(self.used.cpu()),
+            "cv": coefficient_of_variation(self.used.cpu()),
+            "mutual_information": mutual_information(self.joint.cpu()),
+        }
+
+
+class ActivityCorrelation(Metric):
+    """Correlation of hardness and activity: whether harder samples open more units.
+
+    Hardness is 1 minus the largest class probability, activity the share of open units.
+
+    >>> correlation = ActivityCorrelation()
+    >>> correlation.update(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.2, 0.4, 1.2]))
+    >>> round(correlation.compute()["hardness_correlation"].item(), 4)
+    1.0
+    """
+
+    full_state_update = False
+    samples: Tensor
+    means: Tensor  # (2,): hardness, activity
+    moments: Tensor  # (2, 2): sums of products of deviations
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # Stacked over processes and merged: sums of squares would lose small variances.
+        self.add_state("samples", torch.zeros(()), dist_reduce_fx=None)
+        self.add_state("means", torch.zeros(2), dist_reduce_fx=None)
+        self.add_state("moments", torch.zeros(2, 2), dist_reduce_fx=None)
+
+    @override
+    def update(self, hardness: Tensor, activity: Tensor) -> None:
+        """Add a batch."""
+        values = torch.stack([hardness.float(), activity.float()], -1)
+        means = values.mean(0)
+        deviations = values - means
+        batch = (self.samples.new_tensor(len(values)), means, deviations.T @ deviations)
+        current = (self.samples, self.means, self.moments)
+        stacked = [torch.stack(both) for both in zip(current, batch, strict=True)]
+        self.samples, self.means, self.moments = _merge(*stacked)
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return the correlation (NaN if either is constant) and the mean activity."""
+        samples, means, moments = _merge(
+            self.samples.reshape(-1), self.means.reshape(-1, 2), self.moments.reshape(-1, 2, 2)
+        )
+        covariance, variances = moments[0, 1], moments.diagonal()
+        # Variance from rounding alone counts as constant.
+        constant = (variances <= 1e-10 * samples * means.square().clamp_min(1e-12)).any()
+        correlation = covariance / variances.prod().sqrt()
+        return {
+            "hardness_correlation": torch.where(constant, torch.nan, correlation),
+            "active_ratio": means[1],
+        }
+
+
+def _merge(samples: Tensor, means: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the counts, means and moments of several groups of samples."""
+    total = samples.sum()
+    share = (samples / total.clamp_min(1)).unsqueeze(-1)
+    mean = (share * means).sum(0)
+    offsets = means - mean
+    between = (samples[:, None, None] * offsets.unsqueeze(-1) * offsets.unsqueeze(-2)).sum(0)
+    return total, mean, moments.sum(0) + between
+
+
+_MAX_CLASSES = 2048  # more, as of a large vocabulary, are not told apart
+
+
+class Snapshot:
+    """Accumulates gate activity over forward passes.
+
+    Args:
+        gates: The gates, by name.
+        training: Whether they are training passes, where gates may be soft or sampled.
+    """
+
+    def __init__(self, gates: dict[str, GateLike], training: bool = False) -> None:
+        self.gates = gates
+        self.training = training
+        self.activity: GateActivity | None = None
+        self.correlation: ActivityCorrelation | None = None
+        self.ledger: ComputeLedger | None = None
+        self.whole_net: WholeNet | None = None
+        self._count: CountWholeNet | None = None
+        self.results: list[GateSnapshot] = []
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes; 0 if there are no rates by class."""
+        return 0 if self.activity is None else self.activity.num_classes
+
+    def start_counting(self, pl_module: Any) -> None:
+        """Count the MACs of the first forward pass, if the module does not log them itself."""
+        if self.activity is None and not hasattr(pl_module, "compute_report"):
+            self._count = CountWholeNet(pl_module)
+            self._count.__enter__()
+
+    def stop_counting(self, samples: int = 1) -> None:
+        """Stop counting MACs."""
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+            self.whole_net, self._count = self._count.result(samples), None
+
+    @torch.no_grad()
+    def update(self, pl_module: Any, batch: Any, outputs: Any = None) -> None:
+        """Add the last forward pass, over this batch."""
+        samples = _samples(batch)
+        self.stop_counting(samples)
+        target, logits = _target(batch), None if self.training else _logits(outputs)
+        if self.activity is None:
+            by_class = target is not None and any(g.input_dependent for g in self.gates.values())
+            classes = _num_classes(pl_module, logits) if by_class else 0
+            classes = classes if classes <= _MAX_CLASSES else 0
+            activity = GateActivity(self.gates, classes, _positions(self.gates.values()))
+            self.activity = activity.to(pl_module.device)
+            all_ran = all(g.gate is not None for g in gate_layers(pl_module).values())
+            if all_ran and not self.training and not hasattr(pl_module, "compute_report"):
+                self.ledger = ComputeLedger(pl_module).to(pl_module.device)
+        self.activity.update(samples, target if self.num_classes else None, self.training)
+        if self.ledger is not None:
+            self.ledger.update(pl_module, samples)
+        if logits is not None:
+            self._correlate(pl_module, logits)
+
+    def _correlate(self, pl_module: Any, logits: Tensor) -> None:
+        gates = [gate for gate in self.gates.values() if gate.input_dependent]
+        masks: list[Any] = [gate.gate for gate in gates]
+        if logits.shape[-1] < 2 or not masks:  # one number says nothing about hardness
+            return
+        if any(mask.shape[:-1] != logits.shape[:-1] for mask in masks):
+            return
+        if self.correlation is None:
+            self.correlation = ActivityCorrelation().to(pl_module.device)
+        hardness = 1 - logits.detach().float().softmax(-1).amax(-1)
+        opened = torch.zeros_like(hardness)
+        for mask, gate in zip(masks, gates, strict=True):
+            opened += (mask != 0).float().mean(-1) * gate.units
+        shares = opened / sum(gate.units for gate in gates)
+        self.correlation.update(hardness.flatten(), shares.flatten())
+
+    def compute(self) -> None:
+        """Reduce over all processes and set `results`."""
+        if self.activity is not None:
+            self.results = self.activity.snapshots()
+
+    def layer_rows(self, epoch: int, step: int, history: GateHistory) -> list[dict[str, Any]]:
+        """Return the rows of `layers.csv`."""
+        return [
+            {
+                "epoch": epoch,
+                "step": step,
+                "layer": gate.layer,
+                "open_rate_g": gate.g.mean().item(),
+                "open_rate_p": gate.p.mean().item(),
+                "churn": history.churn(gate),
+                "dead_units": gate.dead_units,
+                "temperature": gate.temperature,
+                "threshold": gate.threshold,
+            }
+            for gate in self.results
+        ]
+
+    def totals(self, pl_module: Any) -> dict[str, float]:
+        """Return the totals over all gates, by logged key."""
+        units = [gate.units for gate in self.gates.values()]
+        opened = sum(n * gate.g.mean().item() for n, gate in zip(units, self.results, strict=True))
+        totals = {"gates/open_rate": opened / sum(units)}
+        if self.correlation is not None:
+            values = self.correlation.compute()
+            # The correlation is NaN if the activity is constant.
+            totals |= {f"gates/{k}": v.item() for k, v in values.items() if v.isfinite()}
+        if self.ledger is not None:
+            totals |= self.ledger.report(pl_module, self.whole_net).metrics()
+        return totals
+
+
+def _target(batch: Any) -> Tensor | None:
+    """Return the labels if the second item of the batch is a vector of integers.
+
+    If it is a table of the tokens that follow those of the first item, the class of a token is the
+    token itself.
+    """
+    x, target = batch[:2] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (None, None)
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    if target.ndim == 1:
+        return target
+    is_text = isinstance(x, Tensor) and target.ndim == 2 and x.shape == target.shape
+    return x.flatten() if is_text and torch.equal(x[:, 1:], target[:, :-1]) else None
+
+
+def _positions(gates: Iterable[GateLike]) -> int:
+    """Return the length of a sequence if gates decide by position; 0 if not."""
+    masks = [gate.gate for gate in gates if gate.gate is not None]
+    lengths = {mask.shape[1] if mask.ndim == 3 else 0 for mask in masks if mask.ndim > 1}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _logits(outputs: Any) -> Tensor | None:
+    logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
+    return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
+
+
+def _num_classes(pl_module: Any, logits: Tensor | None) -> int:
+    if logits is not None:
+        return logits.shape[-1] if logits.shape[-1] > 1 else 0  # one logit is not a class
+    data = getattr(pl_module.trainer, "datamodule", None)
+    return int(getattr(pl_module, "num_classes", None) or getattr(data, "num_classes", None) or 0)
+
+
+def _samples(batch: Any) -> int:
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda leaf: sizes.append(len(leaf)) if leaf.ndim else None)
+    return sizes[0] if sizes else 1

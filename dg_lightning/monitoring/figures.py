@@ -11,7 +11,6 @@ from dg_lightning.monitoring.activity import BINS, GateSnapshot, HistoryEntry
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["gate_figure", "has_matplotlib", "pixels"]
 
 _MAX_FEATURES = 25
 _COLOURS = "viridis"

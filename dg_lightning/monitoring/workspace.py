@@ -5,8 +5,6 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-__all__ = ["gate_workspace", "reachable_server", "specification"]
-
 _NAME = "Gates"
 
 

@@ -1,15 +1,342 @@
-"""Which connections to keep, drop and grow: pure functions, scores and mask in, mask out.
+"""New masks from scores: which connections are dropped and grown, how many, and when."""
 
-The result is undefined if any score is not finite.
-"""
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .selection import largest, largest_in_rows
-from .structures import Structure
+from dg_lightning.compute.macs import linear_maps
+from dg_lightning.gates import top_k_mask
+from dg_lightning.gates.protocol import GateLike
+from dg_lightning.schedules import Clock, Duration, Schedule, check_duration
 
-__all__ = ["drop_and_grow", "largest_mask"]
+_BLOCK = re.compile(r"block:([1-9]\d*)")
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_N_OF_M = re.compile(r"([1-9]\d*):([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of a layer's connections.
+
+    Args:
+        kind: `unstructured`: single weights, one group. `block:16`: squares of 16 x 16 weights, one
+            group. `2:4`: 2 of every 4 consecutive inputs of an output. `fan_in`: the same number of
+            inputs for every output.
+
+    >>> Structure("2:4").density
+    0.5
+    """
+
+    kind: str = "unstructured"
+
+    def __post_init__(self) -> None:
+        match = _N_OF_M.fullmatch(self.kind)
+        if match is None and _BLOCK.fullmatch(self.kind) is None:
+            valid = self.kind in ("unstructured", "fan_in")
+        else:
+            valid = match is None or int(match[1]) <= int(match[2])
+        if not valid:
+            raise ValueError(
+                "`structure` must be unstructured, fan_in, block:<size> as in block:16, or "
+                f"<n>:<m> as in 2:4, got {self.kind!r}."
+            )
+
+    @property
+    def block(self) -> int:
+        """Side of the blocks."""
+        match = _BLOCK.fullmatch(self.kind)
+        return 1 if match is None else int(match[1])
+
+    @property
+    def n_of_m(self) -> tuple[int, int] | None:
+        """N and M."""
+        match = _N_OF_M.fullmatch(self.kind)
+        return None if match is None else (int(match[1]), int(match[2]))
+
+    @property
+    def density(self) -> float | None:
+        """The density that it prescribes, if any."""
+        return None if self.n_of_m is None else self.n_of_m[0] / self.n_of_m[1]
+
+    def refuse_if_unfit(self, name: str, layer: nn.Module) -> None:
+        """Raise if a layer does not fit this structure."""
+        weight = cast(Tensor, layer.weight)
+        rows, columns = weight.shape[0], weight[0].numel()
+        transposed = isinstance(layer, TRANSPOSED)
+        if transposed and (self.kind == "fan_in" or self.n_of_m is not None):
+            raise ValueError(
+                f"`structure={self.kind!r}` is by outputs, and the weight of {name}, a transposed "
+                "convolution, is laid out by inputs: leave the layer out with `layers`."
+            )
+        if self.block > 1 and (rows % self.block or columns % self.block):
+            raise ValueError(
+                f"`structure={self.kind!r}` needs sizes that {self.block} divides, {name} has "
+                f"{rows} x {columns}: choose another size, or leave the layer out with `layers`."
+            )
+        if self.n_of_m is not None and columns % self.n_of_m[1]:
+            raise ValueError(
+                f"`structure={self.kind!r}` needs a number of inputs that {self.n_of_m[1]} "
+                f"divides, {name} has {columns}: leave the layer out with `layers`."
+            )
+
+    def note_on(self, sparsity: object) -> str | None:
+        """Return a note if this structure prescribes another sparsity."""
+        if self.density is None or sparsity == 1 - self.density:
+            return None
+        return (
+            f"leaves out {1 - self.density:.0%} of the weights, as `structure={self.kind!r}` says; "
+            f"`sparsity={sparsity}` is not used."
+        )
+
+    def has(self, mask: Tensor) -> bool:
+        """Return True if a mask has this structure."""
+        groups = self.masks(mask)
+        counts = groups.sum(-1)
+        if not torch.equal(self.ungroup(groups, mask), mask):
+            return False
+        return bool((counts == (counts[0] if self.n_of_m is None else self.n_of_m[0])).all())
+
+    def groups(self, values: Tensor) -> Tensor:
+        """Arrange values of at least 0 as ``(groups, members)``; a block has their sum."""
+        matrix = values.flatten(1)
+        if self.block > 1:
+            return self._blocks(matrix).sum((1, 3)).reshape(1, -1)
+        if self.n_of_m is not None:
+            return matrix.reshape(-1, self.n_of_m[1])
+        return matrix if self.kind == "fan_in" else matrix.reshape(1, -1)
+
+    def masks(self, mask: Tensor) -> Tensor:
+        """Arrange a mask as ``(groups, members)``; a block is set if any of its weights is."""
+        if self.block > 1:
+            return self._blocks(mask.flatten(1)).any(3).any(1).reshape(1, -1)
+        return self.groups(mask)
+
+    def ungroup(self, mask: Tensor, like: Tensor) -> Tensor:
+        """Return a mask ``(groups, members)`` in the shape of the weight."""
+        if self.block > 1:
+            rows, columns = like.shape[0] // self.block, like[0].numel() // self.block
+            blocks = mask.reshape(rows, 1, columns, 1)
+            mask = blocks.expand(rows, self.block, columns, self.block)
+        return mask.reshape(like.shape)
+
+    def count(self, weight: Tensor, density: float) -> int:
+        """Return the number of members that each group keeps, at least one."""
+        members = self.groups(torch.empty_like(weight, device="meta")).shape[1]
+        share = density if self.density is None else self.density
+        # As torch.nn.utils.prune rounds: what goes, not what stays.
+        return max(1, members - round((1 - share) * members))
+
+    def _blocks(self, matrix: Tensor) -> Tensor:
+        rows, columns = matrix.shape
+        return matrix.reshape(rows // self.block, self.block, columns // self.block, self.block)
+
+
+_SAMPLED = 2**14  # scores that bounds are estimated from
+_IN_CACHE = 2**17  # scores that fit into a CPU cache
+
+
+def largest(
+    scores: Tensor, count: int, among: Tensor | None = None, allowed: int | None = None
+) -> Tensor:
+    """Mark the `count` largest scores of a whole tensor; of equal ones the first win.
+
+    Args:
+        scores: Scores of any shape.
+        count: How many.
+        among: Which ones may be marked, bool; all when None.
+        allowed: How many those are, if known: counting them waits for the device.
+
+    >>> largest(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
+    [True, True, False, False]
+    """
+    scores = scores.detach()
+    if allowed is None:
+        allowed = scores.numel() if among is None else int(among.sum())
+    if not 0 <= count <= allowed:
+        raise ValueError(f"`count` must be from 0 to {allowed}, got {count}.")
+    if count == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    if scores.device.type == "cpu":
+        return _largest_on_cpu(scores, count, among, count / allowed)
+    candidates = scores if among is None else torch.where(among, scores, -torch.inf)
+    return top_k_mask(candidates.flatten(), count).view(scores.shape)
+
+
+def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: float) -> Tensor:
+    """Do the same with numpy, without a full sort, which takes a fraction of the time.
+
+    A sample gives bounds for the smallest score that is in, so that only scores between them are
+    sorted. If the bounds turn out wrong, all scores are.
+    """
+    halves = scores.dtype in (torch.bfloat16, torch.float16)  # which numpy does not have or sorts
+    values = (scores.float() if halves else scores).flatten().numpy()
+    allowed = None if among is None else among.flatten().numpy()
+    low, high = _bounds(values, allowed, share)
+    mask = np.empty(len(values), bool)
+    parts = []
+    for start in range(0, len(values), _IN_CACHE):
+        here = slice(start, start + _IN_CACHE)
+        some = values[here]
+        reach = some >= low
+        np.greater(some, high, out=mask[here])
+        if allowed is not None:
+            reach &= allowed[here]
+            mask[here] &= allowed[here]
+        parts.append(start + np.flatnonzero(reach ^ mask[here]))
+    close = np.concatenate(parts)
+    left = count - int(np.count_nonzero(mask))
+    if not 0 <= left <= len(close):
+        mask, left = np.zeros_like(mask), count
+        close = np.arange(len(values)) if allowed is None else np.flatnonzero(allowed)
+    if left:
+        candidates = values[close]
+        last = np.partition(candidates, len(close) - left)[len(close) - left]
+        better = candidates > last
+        mask[close[better]] = True
+        mask[close[candidates == last][: left - np.count_nonzero(better)]] = True
+    return torch.from_numpy(mask).view(scores.shape)
+
+
+def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
+    """Estimate bounds of the smallest value among a share of the largest ones."""
+    step = len(values) // _SAMPLED | 1
+    sample = values[::step] if allowed is None else values[::step][allowed[::step]]
+    sample = np.sort(sample)
+    place = (1 - share) * len(sample)
+    room = 4 * math.sqrt(share * (1 - share) * len(sample)) + 2  # four standard deviations
+    first, last = int(place - room), int(place + room)
+    return (
+        -math.inf if step == 1 or first < 0 else float(sample[first]),
+        math.inf if step == 1 or last >= len(sample) else float(sample[last]),
+    )
+
+
+def largest_in_rows(scores: Tensor, counts: Tensor) -> Tensor:
+    """Mark in each row of a matrix its own number of largest scores; of equal ones the first win.
+
+    >>> largest_in_rows(torch.tensor([[1, 3, 2], [5, 5, 4]]), torch.tensor([2, 1])).tolist()
+    [[False, True, True], [True, False, False]]
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    wanted = torch.arange(scores.shape[-1], device=scores.device) < counts.unsqueeze(-1)
+    return torch.zeros_like(wanted).scatter_(-1, order, wanted)
+
+
+DropShape: TypeAlias = Literal["cosine", "linear", "constant"]
+
+
+@dataclass
+class DropSchedule:
+    """Updates every so many steps, which drop a share of connections that falls over time.
+
+    Args:
+        every_n_steps: Optimizer steps from one update to the next.
+        drop_fraction: The share of connections that the first update drops.
+        drop_shape: How that share falls until the last update.
+        until: When updates end.
+
+    >>> schedule = DropSchedule(100, drop_fraction=0.3, drop_shape="cosine", until=0.5)
+    >>> schedule.resolve(Clock(1000)) is None  # no warning
+    True
+    >>> [step for step in range(1, 600) if schedule.is_due(step, step - 1)], schedule.fraction(0)
+    ([100, 200, 300, 400], 0.3)
+    """
+
+    every_n_steps: int
+    drop_fraction: float
+    drop_shape: DropShape
+    until: Duration
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 1:
+            raise ValueError(f"`every_n_steps` must be at least 1, got {self.every_n_steps}.")
+        if not 0 < self.drop_fraction <= 1:
+            raise ValueError(f"`drop_fraction` must be in (0, 1], got {self.drop_fraction}.")
+        if self.drop_shape not in ("cosine", "linear", "constant"):
+            raise ValueError(
+                f"`drop_shape` must be cosine, linear or constant, got {self.drop_shape!r}."
+            )
+        check_duration("until", self.until)
+
+    def resolve(self, clock: Clock, name: str = "It") -> str | None:
+        """Resolve durations, when training starts; return a warning if there will be no update."""
+        self.last_step = clock.steps(self.until, "until")
+        end = self.drop_fraction if self.drop_shape == "constant" else 0.0
+        shape = "linear" if self.drop_shape == "constant" else self.drop_shape
+        schedule = Schedule(self.drop_fraction, end, shape, until=max(self.last_step, 1))
+        self.fraction = schedule.resolve(clock)
+        if self.last_step > self.every_n_steps:
+            return None
+        return (
+            f"{name} never rewires: its interval is {self.every_n_steps} steps, and "
+            f"it stops before step {self.last_step}; lower `every_n_steps` or raise `until`."
+        )
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Return True if an update is due after a step; the one before was after step `last`."""
+        due = step // self.every_n_steps > last // self.every_n_steps
+        return due and step < self.last_step
+
+
+class OpenRates:
+    """Open rates of the units around each linear map, over the micro-batches of a step.
+
+    Args:
+        module: The module.
+        layers: The layers to track, of which those without gates are left out.
+    """
+
+    def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        wanted = set(layers)
+        maps = [m for m in linear_maps(module) if m.linear in wanted]
+        self.gates = {m.linear: m for m in maps if m.is_gated}
+        self._step: int | None = None
+        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # of shares, over micro-batches
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Add the last forward pass to a step; another step starts afresh."""
+        if step != self._step:
+            self._step, self._sums = step, {}
+        for linear, linear_map in self.gates.items():
+            outputs, inputs = linear_map.ends(_is_open, every_output=True)
+            if outputs is not None or inputs is not None:
+                kernel = (None,) * (linear.weight.ndim - 2)
+                share, (total, count) = _share(outputs, inputs), self._sums.get(linear, (0.0, 0))
+                self._sums[linear] = (share[..., *kernel] + total, count + 1)
+
+    def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
+        """Return the share of samples with both ends open, which broadcasts to a layer's weight.
+
+        `mean` is over ranks.
+        """
+        return {linear: mean(total / count) for linear, (total, count) in self._sums.items()}
+
+
+def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    """Return the share of samples with both ends open, from ``(samples, units)`` of each."""
+    if outputs is None:
+        assert inputs is not None
+        return inputs.mean(0)
+    if inputs is None:
+        return outputs.mean(0).unsqueeze(-1)
+    if min(len(outputs), len(inputs)) == 1 or len(outputs) != len(inputs):
+        # One end is the same for all samples, or rows are not the same samples.
+        return outputs.mean(0).unsqueeze(-1) * inputs.mean(0)
+    return outputs.T @ inputs / len(inputs)
+
+
+def _is_open(gate: GateLike) -> Tensor | None:
+    if gate.gate is None:
+        return None
+    is_open = (gate.gate.detach() != 0).float()
+    return is_open.flatten(0, -2) if is_open.ndim > 1 else is_open.unsqueeze(0)
 
 
 def largest_mask(scores: Tensor, density: float, structure: Structure | None = None) -> Tensor:

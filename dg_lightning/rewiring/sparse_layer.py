@@ -1,7 +1,7 @@
 """A sparse layer: its mask, applied to weight and optimizer state, and its figures."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 from zlib import crc32
 
@@ -12,19 +12,33 @@ from torch.optim import Optimizer
 
 from dg_lightning.gates.protocol import protected_mask, set_connections
 
-from .drop_and_grow import drop_and_grow
-from .structures import Structure
-from .zeroing import zero_outside
+from .drop_and_grow import Structure, drop_and_grow
 
-__all__ = [
-    "WEIGHT_BY_WEIGHT",
-    "SparseLayer",
-    "change_connections",
-    "pack_mask",
-    "parameter_state",
-    "reset_state",
-    "unpack_mask",
-]
+_AS_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def zero_outside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Set the entries of tensors to 0 where their mask, bool and of the same shape, is not set.
+
+    >>> values = torch.tensor([1.0, torch.inf])
+    >>> zero_outside([(values, torch.tensor([True, False]))])
+    >>> values.tolist()
+    [1.0, 0.0]
+    """
+    for values, mask in pairs:
+        integers = _AS_INTEGERS.get(values.dtype)
+        if integers is None:
+            values.detach().masked_fill_(~mask, 0)
+        else:
+            # As integers: their product with 0 is 0 and with 1 the same bits. On a CPU a third of
+            # the time of `masked_fill_`; a product of floats would turn inf into NaN.
+            values.detach().view(integers).mul_(mask.view(torch.uint8))
+
 
 _SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
 

@@ -17,8 +17,6 @@ from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import plain
 from dg_lightning.runtime.compaction import Compact
 
-__all__ = ["Exported", "Format", "check_inputs", "export"]
-
 Format: TypeAlias = Literal["safetensors", "pt2", "onnx"]
 _SUFFIXES = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
 _SAMPLES = 64

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GatedStep", "Mask", "Select", "build", "load"]
-
 
 class Select(nn.Module):
     """Selects some of the inputs."""

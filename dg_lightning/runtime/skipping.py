@@ -14,8 +14,7 @@ from torch.utils.benchmark import Timer
 from dg_lightning.gates import Gate
 from dg_lightning.gates.policies import HARD_POLICIES
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
-from dg_lightning.runtime.engines import dense, run_blocks
-from dg_lightning.runtime.feed_forward import FeedForward, elementwise
+from dg_lightning.runtime.engines import FeedForward, dense, elementwise, run_blocks
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "triton"]
 
@@ -37,10 +36,10 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
     Args:
         model: The model.
         engine: `auto` measures which engine is fastest for each layer and batch size, including
-            `dense` (all blocks, gradients as with skipping). `masked` computes everything again, and
-            closed gates get gradients. `blocks` multiplies each block with the samples that open
-            it. `triton` uses CUDA kernels. Engines round differently: name one if training must
-            be bitwise reproducible.
+            `dense` (all blocks, gradients as with skipping). `masked` computes everything again,
+            and closed gates get gradients. `blocks` multiplies each block with the samples that
+            open it. `triton` uses CUDA kernels. Engines round differently: name one if training
+            must be bitwise reproducible.
 
     >>> layer = GatedFeedForward(8, 32, gate={"kind": "dynamic", "block_size": 8})
     >>> skip_closed_blocks(layer, "blocks")
@@ -48,9 +47,7 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
     torch.Size([2, 3, 8])
     """
     if engine not in get_args(Engine):
-        raise ValueError(
-            f"`engine` must be one of {', '.join(get_args(Engine))}, got {engine!r}."
-        )
+        raise ValueError(f"`engine` must be one of {', '.join(get_args(Engine))}, got {engine!r}.")
     found = [m for m in model.modules() if isinstance(m, GatedFeedForward | GatedMLP)]
     if not found:
         raise ValueError(

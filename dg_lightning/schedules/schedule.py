@@ -6,24 +6,16 @@ A duration is a number of optimizer steps (int), a fraction of training (float),
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from dg_lightning.arguments import as_dataclass, check_fields
-
-__all__ = [
-    "Clock",
-    "Duration",
-    "Schedule",
-    "ScheduledValue",
-    "Shape",
-    "ValueAt",
-    "as_schedule",
-    "check_duration",
-]
+from dg_lightning.gates.protocol import gate_layers
 
 Duration: TypeAlias = int | float | str
 Shape: TypeAlias = Literal["linear", "cosine", "quadratic", "exponential", "step"]
@@ -230,3 +222,229 @@ def as_schedule(name: str, value: "float | Schedule | dict[str, Any]") -> Schedu
     if isinstance(value, Schedule | dict):
         return as_dataclass(name, value, Schedule)
     return Schedule(value, value)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of `ThresholdPhases`.
+
+    Args:
+        keep: Fraction of gates to keep open, for a `GatePenalty` whose `target` is null.
+        threshold: θ.
+        weight_factor: Multiplier of the weight of every penalty on the gates.
+        begin: Start of the phase; 0 for the first one.
+    """
+
+    keep: float
+    threshold: float
+    weight_factor: float
+    begin: Duration = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.keep <= 1:
+            raise ValueError(f"`keep` must be in [0, 1], got {self.keep}.")
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"`threshold` must be in [0, 1), got {self.threshold}.")
+        if not self.weight_factor >= 0:
+            raise ValueError(f"`weight_factor` must be at least 0, got {self.weight_factor}.")
+        check_duration("begin", self.begin)
+
+
+@dataclass(frozen=True)
+class JoinedPhases:
+    """A value that takes one of `values` in each phase, with cosine transitions.
+
+    Args:
+        values: The value of each phase.
+        starts: The step at which each phase starts.
+        width: The steps that a transition takes, from the start of the new phase.
+
+    >>> at = JoinedPhases([1.0, 0.0], [0, 10], width=4)
+    >>> [round(at(step), 2) for step in (9, 10, 12, 14)]
+    [1.0, 1.0, 0.5, 0.0]
+    """
+
+    values: Sequence[float]
+    starts: Sequence[int]
+    width: int
+
+    def __call__(self, step: int) -> float:
+        """Return the value at a step."""
+        value = self.values[0]
+        for start, target in zip(self.starts[1:], self.values[1:], strict=True):
+            if step < start:
+                break
+            progress = min(1.0, (step - start) / self.width) if self.width else 1.0
+            # If the previous transition is unfinished, start from where it got to.
+            value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
+        return value
+
+
+Quantity: TypeAlias = Literal["temperature", "threshold", "keep", "weight", "factor", "budget"]
+
+_SUDDEN = 0.05  # fraction of training: a fall within it is sudden
+_JUMP = 0.01  # fraction of training: a change by a quarter of the range within it is a jump
+_LOW_TEMPERATURE = 0.5
+_HIGH_THRESHOLD = 0.9
+_TOUCHING = 0.02
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over the optimizer steps.
+
+    Args:
+        quantity: The quantity.
+        label: Display name.
+        value_at: Value as a function of the step.
+        gates: Names of the gates it applies to.
+    """
+
+    quantity: Quantity
+    label: str
+    value_at: ValueAt
+    gates: tuple[str, ...]
+
+    def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
+        """Return evenly spaced steps from first to last, and the values at them."""
+        assert clock.total_steps is not None  # there is no plan of a training without an end
+        points = min(points, clock.total_steps)
+        last = clock.total_steps - 1
+        steps = [round(i * last / max(points - 1, 1)) for i in range(points)]
+        return steps, [self.value_at(step) for step in steps]
+
+
+def collect_plan(callbacks: Iterable[Any], clock: Clock, module: nn.Module) -> list[Curve]:
+    """Return the curves of all callbacks that have a plan."""
+    planning = [callback for callback in callbacks if hasattr(callback, "plan")]
+    return [curve for callback in planning for curve in callback.plan(clock, module)]
+
+
+def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
+    """Warn of the risks in a Trainer's plan; only its first callback with a plan warns."""
+    planning = [other for other in trainer.callbacks if hasattr(other, "plan")]
+    if planning[0] is not callback or trainer.fast_dev_run:
+        return
+    clock = Clock.from_trainer(trainer)
+    if clock.total_steps is None:
+        return
+    for risk in find_risks(collect_plan(planning, clock, module), clock, module):
+        rank_zero_warn(risk)
+
+
+def find_risks(curves: Sequence[Curve], clock: Clock, module: nn.Module) -> list[str]:
+    """Return one line for each setting of a plan that makes gate collapse likely."""
+    temperatures, thresholds, keeps, weights, factors = (
+        [curve for curve in curves if curve.quantity == quantity]
+        for quantity in ("temperature", "threshold", "keep", "weight", "factor")
+    )
+    found = [_sudden_cooling(curve, clock) for curve in temperatures]
+    found += [_high_threshold(curve, clock) for curve in thresholds]
+    found += [
+        _target_on_threshold(keep, threshold, clock)
+        for keep in keeps
+        for threshold in [*thresholds, *_constant_thresholds(module, thresholds)]
+        if set(keep.gates) & set(threshold.gates)
+    ]
+    found += [_simultaneous_jumps(keeps, thresholds, [*weights, *factors], clock)]
+    found += [_idle_temperature(curve, thresholds, module) for curve in temperatures]
+    return list(dict.fromkeys(risk for risk in found if risk is not None))
+
+
+def _constant_thresholds(module: nn.Module, scheduled: Sequence[Curve]) -> list[Curve]:
+    """Return the thresholds that no callback changes, as curves."""
+    changed = {name for curve in scheduled for name in curve.gates}
+    constant = []
+    for name, gate in gate_layers(module, required=False).items():
+        if name not in changed:
+            value_at = as_schedule("threshold", round(float(gate.threshold), 6)).resolve(Clock(1))
+            constant.append(Curve("threshold", "θ", value_at, (name,)))
+    return constant
+
+
+def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
+    steps, values = curve.values(clock)
+    if values[0] < _LOW_TEMPERATURE:
+        return (
+            f"τ starts at {values[0]:.3g}, below {_LOW_TEMPERATURE}: the sigmoid saturates and "
+            "gates learn little; start from 1 to 2 and cool slowly."
+        )
+    window = max(1, round(_SUDDEN * len(steps)))
+    for index in range(len(steps) - 1):
+        later = min(index + window, len(steps) - 1)
+        if values[later] < _LOW_TEMPERATURE and values[later] < 0.6 * values[index]:
+            return (
+                f"τ drops from {values[index]:.3g} to {values[later]:.3g} between step "
+                f"{steps[index]} and {steps[later]}: a sudden fall below {_LOW_TEMPERATURE} makes "
+                "gates collapse; take longer, or stay above it."
+            )
+    return None
+
+
+def _high_threshold(curve: Curve, clock: Clock) -> str | None:
+    steps, values = curve.values(clock)
+    for step, value in zip(steps, values, strict=True):
+        if value > _HIGH_THRESHOLD:
+            return (
+                f"θ rises above {_HIGH_THRESHOLD} (to {max(values):.3g}, from step {step} on): few "
+                "gates have so high a p, and the others close at once; keep it at 0.8 or below."
+            )
+    return None
+
+
+def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | None:
+    _, targets = keep.values(clock)
+    _, theta = threshold.values(clock)
+    touching = [abs(a - b) < _TOUCHING for a, b in zip(targets, theta, strict=True)]
+    if touching[-1] or sum(touching) > 0.1 * len(touching):
+        at = -1 if touching[-1] else touching.index(True)
+        return (
+            f"{keep.label} sits on θ ({targets[at]:.3g} and {theta[at]:.3g}): the mean p is parked "
+            "on the threshold, and a little noise opens or closes all gates; keep them apart, or "
+            "take the rates `of: g`."
+        )
+    return None
+
+
+def _jumps(curve: Curve, clock: Clock) -> list[int]:
+    """Return the steps at which a value jumps by more than a quarter of its range."""
+    assert clock.total_steps is not None
+    if clock.total_steps * _JUMP < 1:
+        return []  # in so short a run every change is a jump
+    steps = list(range(0, clock.total_steps, max(1, round(_JUMP * clock.total_steps))))
+    values = [curve.value_at(step) for step in steps]
+    span = max(values) - min(values)
+    changes = [abs(b - a) for a, b in pairwise(values)]
+    return [step for step, d in zip(steps, changes, strict=False) if span and d > 0.25 * span]
+
+
+def _simultaneous_jumps(
+    keeps: Sequence[Curve], thresholds: Sequence[Curve], weights: Sequence[Curve], clock: Clock
+) -> str | None:
+    jumps = [
+        {step for curve in curves for step in _jumps(curve, clock)}
+        for curves in (keeps, thresholds, weights)
+    ]
+    shared = set.intersection(*jumps)
+    if not shared:
+        return None
+    return (
+        f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates for "
+        "good; join the phases smoothly (`join: 0.1`) or move one of them."
+    )
+
+
+def _idle_temperature(curve: Curve, thresholds: Sequence[Curve], module: nn.Module) -> str | None:
+    scheduled = {name for threshold in thresholds for name in threshold.gates}
+    idle = [
+        name
+        for name, gate in gate_layers(module, required=False).items()
+        if name in curve.gates and name not in scheduled and float(gate.threshold) == 0.5
+    ]
+    if len(idle) < len(curve.gates):
+        return None
+    return (
+        "τ has no effect on which gates are open at θ = 0.5, where the mask is the sign of the "
+        "logit; it only scales gradients and p. Set another threshold if the mask should follow τ."
+    )

@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dg_lightning.study.published import published
 from dg_lightning.study.settings import Variant
-from dg_lightning.study.tables import paired_difference, summarised
+from dg_lightning.study.tables import paired_difference, published, summarised
 
 if TYPE_CHECKING:
     from dg_lightning.study.runner import Study, run_study

@@ -8,15 +8,20 @@ from statistics import fmean
 from typing import Any
 
 from dg_lightning.monitoring.report import page, run_page, write_page
-from dg_lightning.monitoring.report.charts import Bar, Point, bar_chart, line_chart, scatter_chart
-from dg_lightning.monitoring.report.html import blocks, details, prose, section
-from dg_lightning.monitoring.report.run import is_run, read_run
-from dg_lightning.monitoring.report.run_part import run_part
-from dg_lightning.monitoring.tables import read_rows
-from dg_lightning.study.published import published
-from dg_lightning.study.tables import TEXTS, summarised, summary_markdown
-
-__all__ = ["study_page", "write_report"]
+from dg_lightning.monitoring.report.charts import (
+    Bar,
+    Point,
+    bar_chart,
+    blocks,
+    details,
+    line_chart,
+    prose,
+    scatter_chart,
+    section,
+)
+from dg_lightning.monitoring.report.page import is_run, read_run, run_part
+from dg_lightning.monitoring.views import read_rows
+from dg_lightning.study.tables import TEXTS, published, summarised, summary_markdown
 
 Row = Mapping[str, Any]
 _SHAPES = (

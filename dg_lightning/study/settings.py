@@ -9,15 +9,6 @@ from pathlib import Path
 
 from dg_lightning.configs import config_path, resolve_config_paths
 
-__all__ = [
-    "PlannedTrial",
-    "Variant",
-    "as_option",
-    "expand_seeds",
-    "plan_trials",
-    "training_inputs",
-]
-
 # Options that only name local paths.
 _LOCAL_PATHS = re.compile(r"--data\.(init_args\.)?(root|cache_dir)$")
 # Replaced with the seed of the trial in an option: `data.split_seed={seed}`.

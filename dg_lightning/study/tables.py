@@ -1,16 +1,59 @@
-"""Tables of a study: one row per run, mean and deviation per variant, and the paper's values."""
+"""Tables and curves of a study, beside the figures that the paper published."""
 
+import csv
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from dg_lightning import files
-from dg_lightning.study.published import published
+from dg_lightning.compute.metric import ComputeReport, LayerCompute
 from dg_lightning.versions import versions
 
-__all__ = ["markdown_table", "paired_difference", "summarised", "summary_markdown", "write_csv"]
+# Which rate a table uses, and whether closed outputs save MACs as well as closed inputs.
+_RULES = {"fan_in": ("g", False), "both": ("g", True), "fan_in_p": ("p", False)}
+
+
+def published(dataset: str) -> dict[str, Any]:
+    """Return the published table of a dataset: `table`, `rule` and `rows` by variant.
+
+    >>> published("mnist")["rows"]["dynamicgate"]["accuracy"]
+    0.9807
+    """
+    text = (
+        resources.files("dg_lightning.study").joinpath("published.yaml").read_text(encoding="utf-8")
+    )
+    unknown: dict[str, Any] = {"table": "not in the paper", "rule": None, "rows": {}}
+    entry: dict[str, Any] = yaml.safe_load(text).get(dataset, unknown)
+    return entry
+
+
+def relative_macs_by_rule(report: ComputeReport, rule: str) -> float:
+    """Return the MACs of a net relative to dense, as counted by a published table.
+
+    As in all of these tables, mean rates are multiplied and gate decisions are free.
+    """
+    kind, outputs_count = _RULES[rule]
+    used, rate_in = 0.0, 1.0
+    for layer in report.layers:
+        rate = _rate(layer, kind)
+        if not layer.is_map:  # an input gate
+            rate_in = rate
+            continue
+        used += layer.macs_dense * layer.density * rate_in * (rate if outputs_count else 1.0)
+        rate_in = rate
+    return used / report.macs_dense if report.macs_dense else 1.0
+
+
+def _rate(layer: LayerCompute, kind: str) -> float:
+    rate = layer.open_rate_g if kind == "g" else layer.open_rate_p
+    return 1.0 if rate is None else rate
+
 
 COLUMNS = (
     "dataset",
@@ -291,3 +334,69 @@ def _plain(summary: Row, key: str) -> str:
 def _number(summary: Row, key: str, form: str) -> str:
     mean = summary.get(f"{key}_mean")
     return "" if mean is None else format(mean, form)
+
+
+# The columns of the paper's comparison with a mixture of experts (section 5.5).
+_TABLE = {
+    "acc": "val/accuracy",
+    "loss": "train/loss",
+    "main": "train/task_loss",
+    "aux": "train/aux_loss",
+    "dropped": "routing/dropped",
+    "active": "gates/active_ratio",
+    "corr(h, a)": "gates/hardness_correlation",
+    "entropy": "routing/entropy",
+    "cv": "routing/cv",
+    "MI": "routing/mutual_information",
+    "cap": "routing/capacity",
+}
+
+
+def epoch_rows(metrics: Path) -> list[dict[str, Any]]:
+    """Return the logged metrics of a run, one row per epoch; step values are averaged.
+
+    Test metrics are left out.
+    """
+    epochs: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with metrics.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            if line.get("test/accuracy"):
+                continue
+            for key, value in line.items():
+                if value and key not in ("epoch", "step"):
+                    epochs[int(line["epoch"])][key].append(float(value))
+    return [
+        {"epoch": epoch, **{key: statistics.fmean(values) for key, values in keys.items()}}
+        for epoch, keys in sorted(epochs.items())
+    ]
+
+
+def epochs_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the paper's table, for variants that logged their gate activity.
+
+    Accuracy is validation accuracy. Values are averaged over routers and seeds.
+    """
+    parts = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        variant_rows = [row for row in rows if row["variant"] == variant]
+        if not any("gates/active_ratio" in row for row in variant_rows):
+            continue
+        columns = {
+            name: prefix
+            for name, prefix in _TABLE.items()
+            if any(key.startswith(prefix) for row in variant_rows for key in row)
+        }
+        lines = [["epoch", *columns], ["---:"] * (len(columns) + 1)]
+        for epoch in sorted({row["epoch"] for row in variant_rows}):
+            same_epoch = [row for row in variant_rows if row["epoch"] == epoch]
+            cells = [_mean(same_epoch, prefix) for prefix in columns.values()]
+            lines.append([str(epoch), *cells])
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        seeds = len({row["seed"] for row in variant_rows})
+        parts.append(f"## `{variant}`, mean over {seeds} seeds\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def _mean(rows: Sequence[dict[str, Any]], prefix: str) -> str:
+    values = [v for row in rows for key, v in row.items() if key.startswith(prefix)]
+    return f"{statistics.fmean(values):.4g}" if values else ""

@@ -4,24 +4,213 @@ Three steps: units that are active together become blocks; gates are taught whic
 of a token's output, while the model is frozen; all is trained on, while the budget is held.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from dg_lightning.budget import GateBudget, gate_budgets
+from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.gates import Gate, GateSettings, gate_layers
 from dg_lightning.gates.protocol import matching
-from dg_lightning.surgery.finding import Found, find_units
+from dg_lightning.surgery.finding import Found, Units, find_units
 from dg_lightning.surgery.gating import attach_gates, make_gates
-from dg_lightning.surgery.teaching import Loss, cluster, teach
+from dg_lightning.surgery.recording import first_tensor
 
-__all__ = ["Converted", "convert"]
+_ROUNDS = 10
+
+
+@torch.no_grad()
+def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
+    """Return an order of units in which those that are active together are neighbours.
+
+    K-means by cosine with clusters of equal size.
+
+    Args:
+        activity: What each unit contributes to each token, ``(tokens, units)``, at least 0.
+        size: Units of a block, which must divide their number.
+        seed: Of the first centres.
+
+    >>> together = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [2, 0, 2, 0]])
+    >>> sorted(cluster_units(together, 2)[:2].tolist()) in ([0, 2], [1, 3])
+    True
+    """
+    points = F.normalize(activity.float().t(), dim=1)
+    drawn = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
+    centres = points[drawn[: len(points) // size].to(points.device)]
+    block = torch.zeros(len(points), dtype=torch.long, device=points.device)
+    for _ in range(_ROUNDS):
+        before, block = block, _assign(points @ centres.t(), size)
+        if torch.equal(block, before):
+            break
+        sums = torch.zeros_like(centres).index_add_(0, block, points)
+        centres = F.normalize(sums, dim=1)
+    return block.argsort(stable=True)
+
+
+def _assign(similarity: Tensor, size: int) -> Tensor:
+    """Return the block of each unit: the most similar one that has room for it.
+
+    Units apply to a block, and it takes those that suit it best; the others try the next one.
+    """
+    block = torch.full((len(similarity),), -1, device=similarity.device)
+    room = torch.full((similarity.shape[1],), size, device=similarity.device)
+    while len(left := (block < 0).nonzero()[:, 0]):
+        wanted = similarity[left].masked_fill(room == 0, -torch.inf).argmax(1)
+        for index in wanted.unique().tolist():
+            applied = left[wanted == index]
+            taken = min(len(applied), int(room[index]))
+            best = applied[similarity[applied, index].topk(taken).indices]
+            block[best] = index
+            room[index] -= taken
+    return block
+
+
+@torch.no_grad()
+def reorder_units(model: nn.Module, units: Units, order: Tensor) -> None:
+    """Put units into a new order, in the maps that make them and in the one that reads them.
+
+    The model computes the same as before.
+
+    Args:
+        model: The model.
+        units: Units of a feed-forward.
+        order: The unit that comes first, second and so on.
+    """
+    for name, rows in units.producers.items():
+        producer: Any = model.get_submodule(name)
+        # Rows by unit: one each, or two in a map that makes both halves of a gated unit.
+        by_unit = rows.argsort(stable=True).view(units.size, -1)
+        source = torch.empty_like(rows)
+        source[by_unit] = by_unit[order.cpu()]
+        source = source.to(producer.weight.device)
+        axis = weight_axes(producer)[0]
+        producer.weight.copy_(producer.weight.index_select(axis, source))
+        if producer.bias is not None:
+            producer.bias.copy_(producer.bias[source])
+    consumer: Any = model.get_submodule(units.consumer)
+    axis = weight_axes(consumer)[1]
+    consumer.weight.copy_(consumer.weight.index_select(axis, order.to(consumer.weight.device)))
+
+
+Loss: TypeAlias = Callable[[Any], Tensor]  # of a batch
+
+_SAMPLE = 4096  # tokens by which units are clustered
+_LEARNING_RATE = 3e-3
+
+
+@contextmanager
+def _recording(
+    model: nn.Module, found: Found
+) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Record what the producers and the consumers of units are called with, by consumer."""
+    inputs: dict[str, Tensor] = {}
+    units: dict[str, Tensor] = {}
+
+    def keep(kept: dict[str, Tensor], name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            kept[name] = first_tensor(args, kwargs).detach().flatten(0, -2)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, group in found.units.items():
+            ends = (next(iter(group.producers)), inputs), (group.consumer, units)
+            for end, kept in ends:
+                module = model.get_submodule(end)
+                hook = module.register_forward_pre_hook(keep(kept, name), with_kwargs=True)
+                stack.callback(hook.remove)
+        yield inputs, units
+
+
+def _weights(model: nn.Module, group: Units) -> Tensor:
+    """Return the weights that read units, ``(outputs, units)``."""
+    consumer: Any = model.get_submodule(group.consumer)
+    return as_matrix(consumer, consumer.weight).flatten(1).detach().float()
+
+
+@torch.no_grad()
+def cluster(
+    model: nn.Module, found: Found, gates: Mapping[str, Gate], run: Loss, batch: Any
+) -> None:
+    """Make units neighbours that are active together, by the tokens of a batch."""
+    model.eval()
+    weight = next(model.parameters())
+    exact = torch.autocast(weight.device.type, enabled=False)
+    with exact, _recording(model, found) as (_, units):
+        before = run(batch)
+    orders = {}
+    for name, group in found.units.items():
+        tokens = units[name].float()
+        chosen = torch.linspace(0, len(tokens) - 1, min(_SAMPLE, len(tokens))).long()
+        activity = tokens[chosen.to(tokens.device)].abs() * _weights(model, group).norm(dim=0)
+        orders[name] = cluster_units(activity, gates[name].block_size)
+        reorder_units(model, group, orders[name])
+    with exact:
+        after = run(batch)
+    same = 1e-4 if weight.dtype.itemsize >= 4 else 1e-2  # by rounding
+    if not torch.allclose(after.float(), before.float(), rtol=same, atol=same):
+        for name, group in found.units.items():
+            reorder_units(model, group, orders[name].argsort())  # as it was
+        raise ValueError(
+            f"{type(model).__name__} computes something else when units of its feed-forwards come "
+            f"in another order (loss {float(before):.4f}, then {float(after):.4f}): it has weights "
+            "of its own for each unit; name other maps with `only`."
+        )
+
+
+def teach(
+    model: nn.Module,
+    found: Found,
+    gates: Mapping[str, Gate],
+    run: Loss,
+    batches: Iterable[Any],
+    share: float,
+) -> None:
+    """Teach gates which blocks carry most of a token's output."""
+    model.eval()
+    squares = {}
+    for name, group in found.units.items():
+        by_block = _weights(model, group).unflatten(1, (gates[name].blocks, -1)).transpose(0, 1)
+        with torch.autocast(by_block.device.type, enabled=False):
+            squares[name] = by_block.mT @ by_block
+    parameters = [p for gate in gates.values() for p in gate.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE)
+    with _recording(model, found) as (inputs, units):
+        for batch in batches:
+            with torch.no_grad():
+                run(batch)
+            losses = []
+            with torch.autocast(parameters[0].device.type, enabled=False):
+                for name, gate in gates.items():
+                    label = _largest(_carried(units[name], squares[name]), share)
+                    z = gate.logits(inputs[name].float()) / gate.temperature
+                    losses.append(F.binary_cross_entropy_with_logits(z, label))
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+
+
+def _carried(units: Tensor, squares: Tensor) -> Tensor:
+    """Return the share of the length of a token's output that each block carries."""
+    by_block = units.float().unflatten(-1, (len(squares), -1)).transpose(0, 1)  # blocks first
+    lengths: Tensor = ((by_block @ squares) * by_block).sum(-1).clamp_min(0).sqrt().t()
+    return lengths / lengths.sum(-1, keepdim=True).clamp_min(1e-12)
+
+
+def _largest(carried: Tensor, share: float) -> Tensor:
+    """Return 1 for the largest entries of all tokens together, that many of them."""
+    flat = carried.flatten()
+    least = flat.kthvalue(max(len(flat) - round(share * len(flat)), 1)).values
+    return (carried > least).float()
+
 
 _CHECKED = 32  # batches by which losses are compared
 _LANDED_BY = 8  # batches by which gates land on the budget

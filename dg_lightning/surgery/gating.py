@@ -8,22 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.compute.maps import as_matrix, is_linear_map, set_positions, unit_axis
+from dg_lightning.compute.macs import as_matrix, is_linear_map, set_positions, unit_axis
 from dg_lightning.gates import Feeds, Gate, GateSettings, make_gate
 from dg_lightning.gates.protocol import matching
-from dg_lightning.surgery.finding import Found, find_units
-from dg_lightning.surgery.probing import Units
+from dg_lightning.surgery.finding import Found, Units, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
-
-__all__ = [
-    "add_gates",
-    "attach_gates",
-    "gated_units",
-    "make_gates",
-    "put_gates",
-    "remove_gates",
-    "restore_gates",
-]
 
 _GATE = "dg_gate"  # the attribute of a map under which the gate of its inputs lives
 _NESTED = "dg_use_nested_tensor"  # what a TransformerEncoder had before

@@ -11,21 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from dg_lightning.compute.macs import gate_submodules
-from dg_lightning.compute.maps import is_linear_map
-
-__all__ = [
-    "Call",
-    "Recording",
-    "arguments_of",
-    "call_model",
-    "check_example",
-    "first_inputs",
-    "first_tensor",
-    "offered_example",
-    "record",
-    "with_first_tensor",
-]
+from dg_lightning.compute.macs import gate_submodules, is_linear_map
 
 _LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 

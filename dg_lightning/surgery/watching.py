@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dg_lightning.compute.maps import as_matrix, unit_axis
-from dg_lightning.surgery.probing import Units
+from dg_lightning.compute.macs import as_matrix, unit_axis
 from dg_lightning.surgery.recording import arguments_of, call_model, with_first_tensor
 
-__all__ = ["Watch", "units_read_elsewhere"]
+if TYPE_CHECKING:
+    from dg_lightning.surgery.finding import Units
 
 _NOISE_SCALE = 10.0  # of changed rows, in standard deviations of their weights
 _ATTENTION = {
@@ -94,7 +94,7 @@ class _TrialMode(TorchFunctionMode):
 
 
 def units_read_elsewhere(
-    model: nn.Module, examples: Sequence[Any], units: Mapping[str, Units]
+    model: nn.Module, examples: Sequence[Any], units: "Mapping[str, Units]"
 ) -> set[str]:
     """Return the consumers of units that change outputs even where they are closed.
 
@@ -115,7 +115,7 @@ def units_read_elsewhere(
 
 
 @torch.no_grad()
-def _closes_fully(watch: Watch, units: Mapping[str, Units], half: int) -> bool:
+def _closes_fully(watch: Watch, units: "Mapping[str, Units]", half: int) -> bool:
     """Return True if the rows of closed units can be changed without moving any output.
 
     Outputs that differ from run to run tell nothing.

@@ -1,10 +1,9 @@
 """Training: our LightningModules, classes as plain values, checkpoints, averages, logging."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
-from .captured import CapturedSteps, is_replayed
+from .captured import CapturedSteps, DeviceNumbers, is_replayed
 from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
-from .device_numbers import DeviceNumbers
 from .language_model import GatedLM
 from .module import GatedModule
 from .regressor import GatedRegressor

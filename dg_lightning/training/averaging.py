@@ -14,14 +14,6 @@ from torch.optim.swa_utils import AveragedModel
 from dg_lightning.gates import gate_layers, set_connections
 from dg_lightning.rewiring import SparseLayer
 
-__all__ = [
-    "copy_gates_to_averages",
-    "has_averages",
-    "keep_settings_live",
-    "mask_averages",
-    "refuse_what_moves",
-]
-
 _SETTINGS = ("temperature", "threshold", "min_open")
 
 

@@ -20,17 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from dg_lightning.training.spec import check_trusted
 
-__all__ = [
-    "TrustedLoading",
-    "check_weights",
-    "checked",
-    "ends_epoch",
-    "limited_to_weights",
-    "opened",
-    "preparation_in",
-    "read_checkpoint",
-]
-
 _UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError)
 # Where Lightning looks for hyper-parameters; the others are of its first versions.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")

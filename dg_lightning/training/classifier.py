@@ -10,15 +10,13 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from typing_extensions import override
 
-from dg_lightning.training.checks import (
+from dg_lightning.training.module import (
+    GatedModule,
     balanced_weights,
     check_class_weights,
     known_num_classes,
 )
-from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
-
-__all__ = ["GatedClassifier"]
 
 
 class GatedClassifier(GatedModule):

@@ -12,11 +12,8 @@ from typing_extensions import override
 
 from dg_lightning.layers import GatedFeedForward
 from dg_lightning.runtime.skipping import Engine, skip_closed_blocks
-from dg_lightning.training.checks import known_num_classes
-from dg_lightning.training.module import GatedModule
+from dg_lightning.training.module import GatedModule, known_num_classes
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
-
-__all__ = ["GatedLM"]
 
 
 class GatedLM(GatedModule):

@@ -1,7 +1,7 @@
 """GatedModule: what all LightningModules of this package share, whatever they learn."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,8 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.report import ComputeReport
+from dg_lightning.compute.metric import ComputeLedger, ComputeReport
 from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
 from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
@@ -26,16 +25,98 @@ from dg_lightning.training.checkpoint import (
     ends_epoch,
     preparation_in,
 )
-from dg_lightning.training.checks import check_settings, check_sizes, refuse_scaled_gradients
 from dg_lightning.training.optimizers import (
     build_optimizers,
     fused_if_open,
     may_be_fused,
     tell_of_lengths,
+    unscales_itself,
 )
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
 
-__all__ = ["GatedModule"]
+
+def check_is_spec(net: Any) -> None:
+    """Refuse a net that is already built."""
+    if isinstance(net, nn.Module):
+        raise TypeError(
+            f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
+            "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
+            "checkpoint can build it again."
+        )
+
+
+def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
+    """Return the number of classes that is given, or that the net is built with."""
+    check_is_spec(net)
+    if num_classes is None:
+        num_classes = (net.get("init_args") or {}).get("num_classes")
+    if num_classes is None:
+        raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
+    if num_classes < 2:
+        raise ValueError(
+            f"There must be at least 2 classes to tell apart, got {num_classes}; GatedRegressor "
+            "learns numbers."
+        )
+    return num_classes
+
+
+def check_settings(gate_lr_factor: float, gate_clip_norm: float | None) -> None:
+    """Refuse values out of range."""
+    if gate_lr_factor < 0:
+        raise ValueError(f"`gate_lr_factor` must be at least 0, got {gate_lr_factor}.")
+    if gate_clip_norm is not None and gate_clip_norm <= 0:
+        raise ValueError(f"`gate_clip_norm` must be above 0, got {gate_clip_norm}.")
+
+
+def check_sizes(
+    hparams: Mapping[str, Any], data: Any, names: Sequence[str] = ("num_classes", "input_shape")
+) -> None:
+    """Refuse data with another number of classes or another shape than the model's."""
+    for name in names:
+        own, theirs = hparams.get(name), getattr(data, name, None)
+        if own is not None and theirs is not None and _plain(own) != _plain(theirs):
+            raise ValueError(
+                f"The model has {name} {_plain(own)}, {type(data).__name__} has "
+                f"{_plain(theirs)}: set model.{name}={_plain(theirs)}, or give the data that a "
+                "checkpoint was trained on."
+            )
+
+
+def check_class_weights(weights: Sequence[float] | None, num_classes: int) -> None:
+    """Refuse class weights that are not one a class, negative, or all 0."""
+    if weights is None:
+        return
+    if len(weights) != num_classes:
+        raise ValueError(
+            f"`class_weights` must have {num_classes} entries, one a class, got {len(weights)}."
+        )
+    if min(weights) < 0 or not any(weights):
+        raise ValueError(f"`class_weights` must be at least 0, and one above, got {weights}.")
+
+
+def balanced_weights(data: Any) -> Tensor:
+    """Return the class weights of a DataModule."""
+    weights = getattr(data, "class_weights", None)
+    if weights is None:
+        raise ValueError(
+            "`class_weights='balanced'` needs a DataModule with `class_weights`; "
+            "give the weights as a list instead."
+        )
+    return torch.as_tensor(weights)
+
+
+def _plain(value: int | Sequence[int]) -> int | list[int]:
+    return value if isinstance(value, int) else list(value)
+
+
+def refuse_scaled_gradients(trainer: Any, optimizer: Any) -> None:
+    """Refuse `gate_clip_norm` where gradients are unscaled within the optimizer's step only."""
+    if unscales_itself(trainer, optimizer):
+        raise ValueError(
+            "`gate_clip_norm` needs unscaled gradients, which a fused optimizer has within its "
+            "step only: write fused=False, or train without a loss scaler."
+        )
+
 
 _SPARSE = (
     "The model was sparse, and no callback of this training keeps it so: its missing connections "

@@ -15,16 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dg_lightning.training.spec import OptimizerSpec, SchedulerSpec, build, import_class
 
-__all__ = [
-    "build_optimizers",
-    "fused_if_open",
-    "has_scaler",
-    "may_be_fused",
-    "restore_fused",
-    "tell_of_lengths",
-    "unscales_itself",
-]
-
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on a GPU
 
 

@@ -10,11 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
 from typing_extensions import override
 
-from dg_lightning.training.checks import check_is_spec
-from dg_lightning.training.module import GatedModule
+from dg_lightning.training.module import GatedModule, check_is_spec
 from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
-
-__all__ = ["GatedRegressor"]
 
 
 class GatedRegressor(GatedModule):

@@ -12,20 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict,
 
 from torch import nn, optim
 
-__all__ = [
-    "ClassSpec",
-    "NetSpec",
-    "OptimizerSpec",
-    "SchedulerSpec",
-    "build",
-    "check_classes",
-    "check_size",
-    "check_trusted",
-    "import_class",
-    "modules_named",
-    "trust",
-]
-
 T = TypeVar("T")
 _MAX_VALUES, _MAX_DEPTH = 100_000, 100  # of plain values
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]

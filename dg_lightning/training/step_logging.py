@@ -1,12 +1,13 @@
-"""How callbacks log the values of a training step."""
+"""Values and random generators at the level of optimizer steps and loaders."""
 
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-
-__all__ = ["is_due", "is_logged_step", "log_step", "logged_step"]
+from torch.utils.data import DataLoader
 
 _LOGGED: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # epochs of keys, by Trainer
 
@@ -43,3 +44,16 @@ def is_logged_step(trainer: Any) -> bool:
 def logged_step(trainer: Any) -> int:
     """Return the step under which Lightning logs what is logged now."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def loader_generators(loaders: Any) -> list[torch.Generator]:
+    """Return the generators that torch loaders and their samplers were given, each once."""
+    found: list[torch.Generator] = []
+    for loader in CombinedLoader([] if loaders is None else loaders).flattened:
+        if isinstance(loader, DataLoader):
+            inner = getattr(loader.batch_sampler, "sampler", None)
+            for holder in (loader, loader.sampler, loader.batch_sampler, inner):
+                generator = getattr(holder, "generator", None)
+                if isinstance(generator, torch.Generator) and generator not in found:
+                    found.append(generator)
+    return found

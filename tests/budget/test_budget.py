@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from dg_lightning import GatedMLP, gate_layers
 from dg_lightning.budget.budget import GateBudget
-from dg_lightning.budget.landing import FrozenGates, Landing
+from dg_lightning.budget.regulator import FrozenGates, Landing
 from dg_lightning.compute.macs import linear_maps
 from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.gates.deployment import deployed_gate
+from dg_lightning.gates.protocol import deployed_gate
 
 
 def random_net(seed: int, kind: str = "static", **gate: Any) -> GatedMLP:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dg_lightning.budget.multiplier import Multiplier
+from dg_lightning.budget.regulator import Multiplier
 
 
 @pytest.mark.parametrize("method", ["pi", "dual"])

@@ -42,7 +42,7 @@ pytestmark = [
 
 
 def test_every_exported_callback_has_arguments_here() -> None:
-    exported = set(dg_lightning.callbacks.__all__)  # type: ignore[attr-defined]
+    exported = set(dg_lightning.callbacks.__all__)
     assert {*ARGUMENTS, *OF_TASKS} == exported
 
 

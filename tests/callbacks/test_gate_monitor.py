@@ -285,7 +285,7 @@ def test_a_gate_that_takes_no_part_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_looks_between_two_optimizer_steps_are_looks_of_their_own(tmp_path: Path) -> None:
-    from dg_lightning.monitoring.report.run import read_run
+    from dg_lightning.monitoring.report.page import read_run
 
     trainer_for(
         tmp_path, GateMonitor(), max_epochs=1, accumulate_grad_batches=6, val_check_interval=2
@@ -306,7 +306,7 @@ def test_two_monitors_are_refused(tmp_path: Path) -> None:
 def test_the_files_of_a_long_training_are_thinned_and_end_with_the_last_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dg_lightning.monitoring.report.run import read_run
+    from dg_lightning.monitoring.report.page import read_run
 
     monitor = GateMonitor()
     monitor.history.max_entries = 4
@@ -341,7 +341,7 @@ def test_pictures_come_in_intervals_whenever_validations_do(
 
 
 def test_a_router_in_training_counts_what_it_would_choose() -> None:
-    from dg_lightning.layers.switch_moe import SwitchMoE
+    from dg_lightning.layers.feed_forward import SwitchMoE
     from dg_lightning.monitoring.activity import GateActivity
 
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import SET, GatePenalty, MagnitudePruning, RigL, StaticSparse
-from dg_lightning.callbacks._agreement import (  # type: ignore[import-not-found]
+from dg_lightning.callbacks._shared import (
     refuse_other_masks,
 )
 

@@ -222,7 +222,7 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not errors(Late(), callbacks, ranks=2)
     found = errors(Drifting(), callbacks, ranks=2)
     assert "net.1.bias (batch 4)" in found["two processes"]
-    ranks = sys.modules["dg_lightning.checking.ranks"]
+    ranks = sys.modules["dg_lightning.checking.findings"]
     monkeypatch.setattr(ranks, "_PATIENCE", timedelta(seconds=8))
     assert "They stop" in errors(Late(), [*callbacks, Waiting()], ranks=2)["two processes"]
 

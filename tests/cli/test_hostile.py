@@ -35,7 +35,7 @@ from dg_lightning import GatedClassifier, trust
 from dg_lightning.callbacks import RigL
 from dg_lightning.cli import main
 from dg_lightning.cli.program import run_command
-from dg_lightning.cli.trained import load_net
+from dg_lightning.cli.runs import load_net
 from dg_lightning.datamodules import CIFAR10DataModule, DigitsDataModule, PBMC3kDataModule
 from dg_lightning.training.checkpoint import read_checkpoint
 

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dg_lightning import DynamicGate, GatedLinear, GatedMLP, StaticGate, gate_layers
 from dg_lightning.compute.macs import executed_macs, expected_macs, linear_maps, uncounted_modules
-from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.report import ComputeReport
+from dg_lightning.compute.metric import ComputeLedger, ComputeReport
 
 
 def report_of(net: nn.Module, x: Tensor) -> ComputeReport:

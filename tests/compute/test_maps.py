@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dg_lightning.compute.maps import as_matrix, is_linear_map, unit_axis, weight_axes
+from dg_lightning.compute.macs import as_matrix, is_linear_map, unit_axis, weight_axes
 
 
 class Conv1D(nn.Module):

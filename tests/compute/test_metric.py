@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from dg_lightning import GatedMLP, gate_layers
-from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.report import ComputeReport
+from dg_lightning.compute.metric import ComputeLedger, ComputeReport
 
 
 def some_net(kind: str = "dynamic") -> GatedMLP:

@@ -11,8 +11,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from small_roots import small_root
 
 from dg_lightning.datamodules import CIFAR10DataModule, DigitsDataModule
-from dg_lightning.datamodules._device import DevicePart, on_device
-from dg_lightning.datamodules._part import CropFlip
+from dg_lightning.datamodules._splits import CropFlip, DevicePart, on_device
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 HOST = torch.device("cpu")

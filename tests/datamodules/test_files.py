@@ -194,7 +194,7 @@ def test_an_archive_that_is_damaged_is_one_line(kind: str, damage: str, tmp_path
 
 WITH_DOWNLOADS = [
     getattr(datamodules, name)
-    for name in datamodules.__all__  # type: ignore[attr-defined]
+    for name in datamodules.__all__
     if getattr(getattr(datamodules, name), "downloads", ())
 ]
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dg_lightning.datamodules._files import ArrayTable
 from dg_lightning.datamodules._loader import BatchLoader
-from dg_lightning.datamodules._part import Part
-from dg_lightning.datamodules._tables import ArrayTable
+from dg_lightning.datamodules._splits import Part
 
 
 def at(rank: int, ranks: int) -> Callable[[], tuple[int, int]]:

@@ -9,8 +9,8 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import functional as tv
 
-from dg_lightning.datamodules._part import CropFlip, Normalize, Part, stratified_split
-from dg_lightning.datamodules._tables import ArrayTable
+from dg_lightning.datamodules._files import ArrayTable
+from dg_lightning.datamodules._splits import CropFlip, Normalize, Part, stratified_split
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 

@@ -14,7 +14,7 @@ from small_roots import WORDS, speech_commands, write_wave
 
 from dg_lightning.datamodules import SpeechCommandsDataModule
 from dg_lightning.datamodules._audio import ShiftAndNoise, read_wave
-from dg_lightning.datamodules._tables import ArrayTable
+from dg_lightning.datamodules._files import ArrayTable
 
 
 @pytest.fixture

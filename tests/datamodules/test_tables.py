@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy.sparse import random as random_sparse
 
-from dg_lightning.datamodules._tables import (
+from dg_lightning.datamodules._files import (
     ArrayTable,
     Save,
     SparseTable,
@@ -28,7 +28,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from dg_lightning.datamodules._tables import cached_tables
+from dg_lightning.datamodules._files import cached_tables
 
 folder, log = Path(sys.argv[1]), Path(sys.argv[2])
 
@@ -233,7 +233,8 @@ def test_a_sparse_table_gives_the_rows_of_the_matrix() -> None:
     matrix[3] = 0  # a row without entries
     matrix.eliminate_zeros()
     parts = (matrix.data, matrix.indices, matrix.indptr)
-    table = SparseTable(*(ArrayTable(part) for part in parts), columns=13)
+    data, indices, starts = map(ArrayTable, parts)
+    table = SparseTable(data, indices, starts, columns=13)
     rows = np.array([3, 7, 7, 0, 19, 3])
     assert len(table) == 20
     assert np.array_equal(table.take(rows).numpy(), matrix[rows].toarray())

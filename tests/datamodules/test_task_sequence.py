@@ -13,7 +13,7 @@ from dg_lightning.datamodules import (
     PBMC3kDataModule,
     TaskSequence,
 )
-from dg_lightning.datamodules._part import CropFlip
+from dg_lightning.datamodules._splits import CropFlip
 
 
 def sequence(**options: Any) -> TaskSequence:

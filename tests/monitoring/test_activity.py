@@ -16,8 +16,8 @@ from dg_lightning.monitoring.activity import (
     GateHistory,
     GateSnapshot,
     HistoryEntry,
+    _target,
 )
-from dg_lightning.monitoring.snapshot import _target
 
 
 def dynamic(units: int = 12, **arguments: Any) -> DynamicGate:

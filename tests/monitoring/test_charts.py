@@ -13,10 +13,13 @@ from dg_lightning.monitoring.report.charts import (
     Point,
     _Axis,
     bar_chart,
+    class_map,
+    confusion_map,
+    input_maps,
     line_chart,
     scatter_chart,
+    time_map,
 )
-from dg_lightning.monitoring.report.maps import class_map, confusion_map, input_maps, time_map
 
 
 @given(st.lists(st.floats(-1e7, 1e7, allow_nan=False), min_size=1, max_size=20), st.booleans())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import mutual_info_score
 
-from dg_lightning.monitoring.routing import (
+from dg_lightning.monitoring.activity import (
     ActivityCorrelation,
     RoutingStatistics,
     coefficient_of_variation,

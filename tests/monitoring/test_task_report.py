@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dg_lightning.monitoring.report.maps import task_map
-from dg_lightning.monitoring.report.run import read_run, read_tasks
-from dg_lightning.monitoring.report.run_part import run_part
+from dg_lightning.monitoring.report.charts import task_map
+from dg_lightning.monitoring.report.page import read_run, read_tasks, run_part
 
 ROWS = "0,1,2\n0.9,0.5,nan\n0.8,0.95,nan\nnan,nan,nan\n"
 

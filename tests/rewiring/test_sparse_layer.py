@@ -20,8 +20,12 @@ from dg_lightning.rewiring import (
     reset_state,
     sparse_layers,
 )
-from dg_lightning.rewiring.sparse_layer import change_connections, pack_mask, unpack_mask
-from dg_lightning.rewiring.zeroing import zero_outside
+from dg_lightning.rewiring.sparse_layer import (
+    change_connections,
+    pack_mask,
+    unpack_mask,
+    zero_outside,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),

@@ -14,7 +14,7 @@ from dg_lightning.runtime import (
     frozen_where_faster,
     usage_of,
 )
-from dg_lightning.runtime.choice import without_gates
+from dg_lightning.runtime.compaction import without_gates
 
 STATIC: Any = {"kind": "static"}
 GATES: Any = {

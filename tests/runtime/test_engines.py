@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import _groups, masked, run_blocks
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.engines import FeedForward, _groups, masked, run_blocks
 
 ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
 

@@ -8,8 +8,7 @@ import torch
 from gated_nets import feed_forward, random_gate
 from torch import Tensor, nn
 
-from dg_lightning.runtime.engines import dense, masked, run_blocks
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.engines import FeedForward, dense, masked, run_blocks
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # of the largest
 SHAPES = [(5, 16, 3, 8, 12), (64, 128, 8, 16, 96), (257, 256, 4, 64, 256)]

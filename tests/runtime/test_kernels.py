@@ -9,8 +9,7 @@ from interpreted import DEVICE, INTERPRETED, here, passes_interpreted, unless_it
 from torch import nn
 
 from dg_lightning.gates import DynamicGate
-from dg_lightning.runtime.engines import masked
-from dg_lightning.runtime.feed_forward import FeedForward
+from dg_lightning.runtime.engines import FeedForward, masked
 
 triton = pytest.importorskip("triton")
 DTYPES = [torch.float64] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
@@ -100,8 +99,7 @@ def test_weights_by_unit_have_the_same_gradients() -> None:
 
 @here
 def test_packing_places_every_pair_once() -> None:
-    from dg_lightning.runtime.launching import ROWS
-    from dg_lightning.runtime.packing import Packing
+    from dg_lightning.runtime.triton_engine import ROWS, Packing
 
     gate = random_gate(333, 5, 0.4, torch.float32).to(DEVICE)
     packing = Packing(gate)
@@ -123,7 +121,7 @@ def test_packing_places_every_pair_once() -> None:
     "dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 )
 def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
-    from dg_lightning.runtime.packing import Packing
+    from dg_lightning.runtime.triton_engine import Packing
 
     torch.manual_seed(0)
     gate = DynamicGate(300, 12, block_size=2, temperature=0.7, threshold=0.6).to(DEVICE)

@@ -139,7 +139,7 @@ def test_autocast_checkpointing_copies_and_compiled_code() -> None:
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="`engine` must be one of auto, masked"):
-        skip_closed_blocks(small(), "graph")
+        skip_closed_blocks(small(), "graph")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\bLinear\b"):
         skip_closed_blocks(nn.Linear(2, 2))
 

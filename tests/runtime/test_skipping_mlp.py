@@ -113,7 +113,8 @@ def test_under_autocast_gates_decide_on_what_is_not_rounded() -> None:
         net(x)
         expected = net.layers()[0].gate.gate
         fast(x)
-    assert torch.equal(fast.layers()[0].gate.gate, expected)
+    gate: Any = fast.layers()[0].gate
+    assert torch.equal(gate.gate, expected)
 
 
 def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -> None:

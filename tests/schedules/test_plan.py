@@ -8,7 +8,7 @@ from torch import nn
 from dg_lightning import GatedMLP
 from dg_lightning.callbacks import GatePenalty, TemperatureAnnealing, ThresholdPhases
 from dg_lightning.schedules import Clock, Phase, Schedule
-from dg_lightning.schedules.plan import collect_plan, find_risks
+from dg_lightning.schedules.schedule import collect_plan, find_risks
 
 CLOCK = Clock(1000, 100)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dg_lightning.study.epochs import epoch_rows, epochs_markdown
+from dg_lightning.study.tables import epoch_rows, epochs_markdown
 
 KEYS = "train/loss,val/accuracy,routing/cv/net.router,gates/active_ratio,test/accuracy"
 METRICS = f"""epoch,step,{KEYS}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dg_lightning.cli import shipped_configs
-from dg_lightning.compute.report import ComputeReport, LayerCompute
-from dg_lightning.study.published import published, relative_macs_by_rule
+from dg_lightning.compute.metric import ComputeReport, LayerCompute
+from dg_lightning.study.tables import published, relative_macs_by_rule
 
 
 def net(widths: list[int], open_units: list[int | None], **first: Any) -> ComputeReport:

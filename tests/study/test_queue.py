@@ -17,9 +17,8 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import OperationalError
 
 from dg_lightning.study import shared
-from dg_lightning.study.queue import TrialQueue
 from dg_lightning.study.settings import PlannedTrial
-from dg_lightning.study.shared import sqlite_url
+from dg_lightning.study.shared import TrialQueue, sqlite_url
 
 PLANNED = [PlannedTrial(v, s, (), f"{v}{s}") for s in range(3) for v in ("a", "b")]
 FIRST = PLANNED[:1]

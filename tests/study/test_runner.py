@@ -13,8 +13,8 @@ import torch
 
 from dg_lightning.cli import main
 from dg_lightning.cli.program import run_command
-from dg_lightning.study import Study, Variant, run_study, runner, training
-from dg_lightning.study.queue import TrialQueue
+from dg_lightning.study import Study, Variant, run_study, runner
+from dg_lightning.study.shared import TrialQueue
 
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=3", "data.batch_size=32"]
 TIMES = ("train_seconds",)
@@ -54,7 +54,7 @@ def killed_in_finish(self: Any, trial: Any, row: Any) -> None:
 
 
 KILLS: list[tuple[Any, str, Callable[..., None]]] = [
-    (training.Stopwatch, "on_train_start", killed_in_training),
+    (runner.Stopwatch, "on_train_start", killed_in_training),
     (TrialQueue, "record_result", killed_in_finish),
     (runner, "write_tables", killed),
 ]
@@ -99,7 +99,7 @@ def interrupted_in_training(self: Any, *_: Any) -> None:
 
 def run_and_be_interrupted(folder: str) -> None:
     torch.set_num_threads(1)
-    training.Stopwatch.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
+    runner.Stopwatch.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_study(study(Path(folder), seeds=1), run_command)
 

@@ -16,7 +16,7 @@ from dg_lightning.cli import main
 from dg_lightning.cli.program import run_command
 from dg_lightning.configs import config_path
 from dg_lightning.study import Parameter, Search, run_search
-from dg_lightning.study.findings import (
+from dg_lightning.study.search import (
     cheapest_within,
     count_dominating,
     pareto_front,
@@ -144,10 +144,10 @@ def test_hopeless_trainings_are_given_up_and_failures_told(
 def killed_in_a_trial(folder: str) -> None:
     import torch
 
-    from dg_lightning.study import training
+    from dg_lightning.study import runner
 
     torch.set_num_threads(1)
-    training.Stopwatch.on_train_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    runner.Stopwatch.on_train_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     run_search(small(folder), run_command)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dg_lightning.cli.errors import Refusal
+from dg_lightning.refusal import Refusal
 from dg_lightning.study.settings import Variant, expand_seeds, plan_trials
 
 

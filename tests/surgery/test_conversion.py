@@ -10,8 +10,7 @@ from dg_lightning import gate_layers
 from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.layers import GPT
 from dg_lightning.surgery import convert, find_units
-from dg_lightning.surgery.clustering import cluster_units, reorder_units
-from dg_lightning.surgery.teaching import _carried, _largest
+from dg_lightning.surgery.conversion import _carried, _largest, cluster_units, reorder_units
 
 GATE: Any = {"kind": "dynamic", "block_size": 8, "scale": "probability"}
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dg_lightning import GatedLM, gate_layers
 from dg_lightning.callbacks import BudgetController, CollapseDetector, GateMonitor
 from dg_lightning.datamodules import TextDataModule
-from dg_lightning.monitoring.report.run import read_run
+from dg_lightning.monitoring.report.page import read_run
 
 GATE: Any = {
     "kind": "dynamic",

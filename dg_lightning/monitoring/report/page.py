@@ -1,14 +1,466 @@
-"""The report page: one HTML file with its style, script and data, without network access."""
+"""The report of a run, as one HTML page."""
 
+import json
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
-from dg_lightning.files import write_text
-from dg_lightning.monitoring.report.html import text
-from dg_lightning.monitoring.report.run import is_run, read_run
-from dg_lightning.monitoring.report.run_part import run_part
+import torch
+import yaml
+from torch import Tensor
 
-__all__ = ["page", "run_page", "write_page"]
+from dg_lightning.files import write_text
+from dg_lightning.monitoring.report.charts import (
+    Bar,
+    bar_chart,
+    class_map,
+    confusion_map,
+    details,
+    input_maps,
+    line_chart,
+    section,
+    table,
+    task_map,
+    text,
+    time_map,
+)
+from dg_lightning.monitoring.views import read_lines, read_rows
+
+
+@dataclass(frozen=True)
+class UnitHistory:
+    """The units of one gate over the snapshots of a run."""
+
+    epochs: list[int]
+    g: Tensor  # (units, snapshots), share of samples that open a unit
+    p: Tensor  # (units,), mean probability in the last snapshot
+
+
+@dataclass(frozen=True)
+class GateInput:
+    """Sample shape and feature names of an input gate."""
+
+    shape: list[int]
+    features: list[str]
+
+
+@dataclass
+class RunRecord:
+    """A run: logged metrics, gate activity, and setup."""
+
+    metrics: list[dict[str, float]]  # one row per logged step
+    test: dict[str, float]
+    layers: list[dict[str, str]]  # layers.csv
+    units: dict[str, UnitHistory]
+    classes: dict[str, tuple[list[str], Tensor]]  # by layer: class names, shares (classes, units)
+    positions: dict[str, list[tuple[float, float]]]  # by layer: share that is open by position
+    histograms: dict[str, list[tuple[float, float]]]  # last ones, by layer: lower edge, share
+    inputs: dict[str, GateInput]
+    confusion: tuple[list[str], Tensor] | None
+    compute: list[dict[str, str]]
+    verdicts: list[dict[str, str]]
+    watched: set[str] | None  # gates that were watched for collapse; None if not recorded
+    tasks: Tensor | None = None  # accuracy after learning each task (rows), by task (columns)
+    config: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def curve(self, key: str) -> list[tuple[float, float]]:
+        """Return (step, value) pairs of a logged key."""
+        return [(row["step"], row[key]) for row in self.metrics if key in row]
+
+    def keys(self, *prefixes: str) -> list[str]:
+        """Return the logged keys with one of these prefixes, in order of appearance."""
+        keys = dict.fromkeys(key for row in self.metrics for key in row)
+        return [key for key in keys if key.startswith(prefixes)]
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if the folder holds files of a run."""
+    return any((folder / name).exists() for name in ("metrics.csv", "gates", "config.yaml"))
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run and, for a training run, the test of its checkpoint from that test's folder."""
+    tested = folder if (folder / "confusion.csv").exists() else _find_test(folder) or folder
+    gates = folder / "gates"
+    if not gates.is_dir():  # a test without training
+        gates = next((path for path in sorted(folder.glob("gates_*")) if path.is_dir()), gates)
+    return RunRecord(
+        metrics=[row for row in _read_numbers(folder / "metrics.csv") if not _is_test_row(row)],
+        test=_test_metrics(_read_numbers(tested / "metrics.csv")),
+        layers=read_rows(gates / "layers.csv"),
+        units=_read_units(gates / "units.csv"),
+        classes=_read_classes(gates / "classes.csv"),
+        positions=_read_positions(gates / "positions.csv"),
+        histograms=_read_histograms(gates / "histogram.csv"),
+        inputs=_read_inputs(gates / "inputs.csv"),
+        confusion=_read_confusion(tested / "confusion.csv"),
+        compute=read_rows(tested / "compute.csv"),
+        verdicts=read_rows(gates / "collapse.csv"),
+        watched=_read_watched(gates / "watched.csv"),
+        tasks=read_tasks(folder / "tasks.csv"),
+        config=_read_text(folder / "config.yaml"),
+        versions=_read_versions(folder / "versions.json"),
+    )
+
+
+def _find_test(folder: Path) -> Path | None:
+    """Return the folder of the newest test of a checkpoint in this folder."""
+    tests = [
+        path.parent
+        for path in folder.parent.glob("*/confusion.csv")
+        # Only the last parts: the path is relative to where the test was started.
+        if _tested_checkpoint(path.parent).parts[-3:-1] == (folder.name, "checkpoints")
+    ]
+    return max(tests, key=lambda path: (path / "confusion.csv").stat().st_mtime, default=None)
+
+
+def _tested_checkpoint(folder: Path) -> Path:
+    try:
+        settings = yaml.safe_load(_read_text(folder / "config.yaml"))
+    except yaml.YAMLError:  # edited by hand
+        return Path()
+    return Path(settings.get("ckpt_path") or "" if isinstance(settings, dict) else "")
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_versions(path: Path) -> dict[str, str]:
+    versions: dict[str, str] = json.loads(_read_text(path) or "{}")
+    return versions
+
+
+def _read_watched(path: Path) -> set[str] | None:
+    return {row["layer"] for row in read_rows(path)} if path.is_file() else None
+
+
+def _read_numbers(path: Path) -> list[dict[str, float]]:
+    try:
+        return [{k: float(value) for k, value in row.items() if value} for row in read_rows(path)]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, or use another run.") from error
+
+
+def _is_test_row(row: dict[str, float]) -> bool:
+    return any(key.startswith("test/") for key in row)
+
+
+def _test_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
+    return next((row for row in reversed(rows) if _is_test_row(row)), {})
+
+
+def _read_units(path: Path) -> dict[str, UnitHistory]:
+    """Read the unit histories by layer; each snapshot starts with unit 0."""
+    epochs: dict[str, list[int]] = {}
+    shares: dict[str, tuple[array[float], array[float]]] = {}
+    lines = read_lines(path)
+    next(lines, None)
+    for epoch, _, layer, unit, p, g in lines:
+        if unit == "0":
+            epochs.setdefault(layer, []).append(int(epoch))
+        p_values, g_values = shares.setdefault(layer, (array("f"), array("f")))
+        p_values.append(float(p))
+        g_values.append(float(g))
+    return {layer: _unit_history(epochs[layer], *shares[layer]) for layer in shares}
+
+
+def _unit_history(epochs: list[int], p: "array[float]", g: "array[float]") -> UnitHistory:
+    units = -(-len(g) // len(epochs))  # the last snapshot may be incomplete
+    snapshots = len(g) // units
+    table = torch.tensor(g[: snapshots * units]).reshape(snapshots, units).T
+    return UnitHistory(epochs[:snapshots], table, torch.tensor(p[: snapshots * units][-units:]))
+
+
+def _read_classes(path: Path) -> dict[str, tuple[list[str], Tensor]]:
+    shares_by_layer: dict[str, list[list[float]]] = {}
+    lines = read_lines(path)
+    header = next(lines, [])
+    for layer, _, *shares in lines:
+        shares_by_layer.setdefault(layer, []).append([float(share) for share in shares])
+    return {layer: (header[2:], torch.tensor(rows).T) for layer, rows in shares_by_layer.items()}
+
+
+def _read_positions(path: Path) -> dict[str, list[tuple[float, float]]]:
+    shares: dict[str, list[tuple[float, float]]] = {}
+    for row in read_rows(path):
+        point = float(row["position"]), float(row["open_rate_g"])
+        shares.setdefault(row["layer"], []).append(point)
+    return shares
+
+
+def _read_histograms(path: Path) -> dict[str, list[tuple[float, float]]]:
+    last = {row["layer"]: row for row in read_rows(path)}
+    return {
+        layer: [
+            (float(column.removeprefix("p_")), float(share))
+            for column, share in row.items()
+            if column.startswith("p_")
+        ]
+        for layer, row in last.items()
+    }
+
+
+def _read_inputs(path: Path) -> dict[str, GateInput]:
+    lines = read_lines(path)
+    next(lines, None)
+    return {
+        layer: GateInput([int(size) for size in shape.split()], features)
+        for layer, shape, *features in lines
+    }
+
+
+def _read_confusion(path: Path) -> tuple[list[str], Tensor] | None:
+    header, *lines = list(read_lines(path)) or [[]]
+    if not lines:
+        return None
+    return header[1:], torch.tensor([[float(count) for count in line[1:]] for line in lines])
+
+
+def read_tasks(path: Path) -> Tensor | None:
+    """Read the accuracies after each task of a sequence; None if there was none."""
+    lines = [[float(value) for value in line] for line in read_lines(path)]
+    return torch.tensor(lines[1:]) if len(lines) > 1 else None
+
+
+# Values set by schedules and controllers, one chart each.
+_SCHEDULES = {
+    "Temperature τ": ("gates/temperature",),
+    "Threshold θ and keep target": ("gates/threshold", "gates/keep_target"),
+    "Weight λ of the penalty": ("gates/penalty_weight",),
+    "Budget: allowed and used": ("gates/budget_",),
+}
+_MAX_FEATURES = 50
+_MAX_CLASSES = 50  # in confusion matrices
+_MAX_SEEN = 128  # classes, or tokens, in class maps
+
+_NO_METRICS = (
+    "<p>No accuracy and loss were recorded: train with a logger (metrics.csv is missing).</p>"
+)
+
+
+def run_part(run: RunRecord, level: int = 2) -> str:
+    """Return the report of one run as HTML."""
+    parts = [
+        section("How it went", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
+        section("Tasks in sequence", _tasks(run), level=level),
+        section("Open rates by layer", _open_rates(run), level=level),
+        *(_gate(run, layer, level) for layer in run.units),
+        section("Schedules", _schedules(run), level=level),
+        section("Collapse log", _collapse(run), level=level),
+        section("Compute by layer", _compute(run), level=level),
+        section("Confusion matrix", _confusion(run), level=level),
+        _setup(run),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _final_metrics(run: RunRecord) -> str:
+    last: dict[str, float] = {}
+    for row in run.metrics:
+        last |= {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("val/", "compute/", "tasks/"))
+        }
+    last |= {key: value for key, value in run.test.items() if key != "step"}
+    names = {
+        "test/accuracy": ("test accuracy", ".2%"),
+        "test/macro_f1": ("test macro-F1", ".2%"),
+        "test/r2": ("test R²", ".4f"),
+        "test/rmse": ("test error (root mean square)", ".4g"),
+        "tasks/average_accuracy": ("mean of the tasks' accuracies", ".2%"),
+        "tasks/forgetting": ("forgetting", ".2%"),
+        "val/accuracy": ("validation accuracy", ".2%"),
+        "val/r2": ("validation R²", ".4f"),
+        "compute/macs": ("executed MACs a sample", ",.0f"),
+        "compute/macs_share": ("of the dense net's", ".2%"),
+        "compute/gate_macs": ("of which gate decisions", ",.0f"),
+        "compute/relmac_fuse_g": ("the paper's RelMAC_fuse (hidden maps, no decisions)", ".2%"),
+    }
+    rows = [[name, format(last[k], form)] for k, (name, form) in names.items() if k in last]
+    return table(["metric", "value"], rows, "Final metrics") if rows else ""
+
+
+def _curves(run: RunRecord) -> str:
+    accuracy = {
+        name: found
+        for name, key in {"validation accuracy": "val/accuracy", "validation R²": "val/r2"}.items()
+        if (found := run.curve(key))
+    }
+    share = {"executed MACs relative to dense": run.curve("compute/macs_share")}
+    charts = [
+        line_chart("Accuracy and compute", accuracy | share, "step", "share", percent=True),
+        line_chart(
+            "Loss",
+            {"training": run.curve("train/loss"), "validation": run.curve("val/loss")},
+            "step",
+            "loss",
+        ),
+    ]
+    return _tiles(charts)
+
+
+def _tasks(run: RunRecord) -> str:
+    if run.tasks is None:
+        return ""
+    learned = [(task, value) for task, value in enumerate(run.tasks.diagonal().tolist())]
+    known = [(float(task), value) for task, value in learned if value == value]
+    keys = {"average accuracy": "tasks/average_accuracy", "forgetting": "tasks/forgetting"}
+    curves = {name: run.curve(key) for name, key in keys.items()}
+    title = "Accuracy right after learning a task"
+    charts = [
+        task_map(run.tasks),
+        line_chart(title, {"accuracy": known}, "task", "accuracy", percent=True),
+        line_chart("Over the tasks learned so far", curves, "step", "share", percent=True),
+    ]
+    return _tiles(charts)
+
+
+def _open_rates(run: RunRecord) -> str:
+    charts = []
+    for kind, title in (("g", "Open: hard gates g"), ("p", "Mean probability p")):
+        lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in run.layers:
+            lines[row["layer"]].append((int(row["epoch"]), float(row[f"open_rate_{kind}"])))
+        charts.append(line_chart(title, lines, "epoch", "share", percent=True))
+    churn: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in run.layers:
+        if row["churn"]:
+            churn[row["layer"]].append((int(row["epoch"]), float(row["churn"])))
+    charts.append(
+        line_chart(
+            "Churn: mean change of a unit since the last snapshot",
+            churn,
+            "epoch",
+            "share",
+            percent=True,
+        )
+    )
+    if run.positions:
+        title = "Open by position in a sequence"
+        charts.append(line_chart(title, run.positions, "position", "share", percent=True))
+    columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
+    rows = [
+        [row["layer"], row["epoch"], _percent(row["open_rate_g"]), _percent(row["open_rate_p"]),
+         _percent(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
+         f"{float(row['threshold']):.3g}"]
+        for row in run.layers
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    return _tiles(charts) + details("The same as a table", table(columns, rows))
+
+
+def _gate(run: RunRecord, layer: str, level: int) -> str:
+    history = run.units[layer]
+    maps = []
+    if layer in run.inputs:
+        maps += input_maps(layer, history.g[:, -1], run.inputs[layer].shape)
+    maps.append(time_map(layer, history.g, history.epochs))
+    if layer in run.classes:
+        names, shares = run.classes[layer]
+        seen = [index for index, row in enumerate(shares) if not bool(row.isnan().all())]
+        if len(seen) <= _MAX_SEEN:
+            maps.append(class_map(layer, shares[seen], [names[index] for index in seen]))
+    if layer in run.histograms:
+        bins = run.histograms[layer]
+        bars = [
+            Bar(f"{low:.2f} to {low + 1 / len(bins):.2f}", share, f"{share:.1%}",
+                f"p from {low:.2f} to {low + 1 / len(bins):.2f}: {share:.2%}")
+            for low, share in bins
+        ]  # fmt: skip
+        maps.append(bar_chart("Histogram of p", bars, "share", percent=True))
+    scale = '<p class="scale" aria-hidden="true"><i></i></p>'
+    features = _features(run, layer)
+    return section(f"Gate {layer}", scale, _tiles(maps), features, level=level)
+
+
+def _features(run: RunRecord, layer: str) -> str:
+    """Return a table of the named inputs (such as genes), most open first."""
+    history = run.units[layer]
+    names = run.inputs[layer].features if layer in run.inputs else []
+    if len(names) != len(history.p):
+        return ""
+    rates = history.g[:, -1]
+    order = (2 * rates + history.p).argsort(descending=True, stable=True)[:_MAX_FEATURES].tolist()
+    rows = [[names[i], f"{rates[i]:.1%}", f"{history.p[i]:.3f}"] for i in order]
+    title = f"The {len(order)} inputs that are most open, of {len(names):,}"
+    return details(title, table(["input", "open g", "mean p"], rows))
+
+
+def _schedules(run: RunRecord) -> str:
+    charts = []
+    for title, prefixes in _SCHEDULES.items():
+        lines = {key.removeprefix("gates/"): run.curve(key) for key in run.keys(*prefixes)}
+        charts.append(line_chart(title, lines, "step", title))
+    return _tiles(charts)
+
+
+def _collapse(run: RunRecord) -> str:
+    if run.verdicts:
+        rows = [[v["step"], v["layer"], v["mode"].replace("_", " ")] for v in run.verdicts]
+        return table(["step", "gate", "failure"], rows)
+    if run.watched is None:  # a run of an earlier version
+        return "<p>No failure was recorded.</p>" if run.layers else ""
+    gates = dict.fromkeys(row["layer"] for row in run.layers)
+    if unwatched := [name for name in gates if name not in run.watched]:
+        names = "Gates were" if len(unwatched) == len(gates) else f"{', '.join(unwatched)}:"
+        return f"<p>{text(names)} not watched for collapse: add CollapseDetector.</p>"
+    return "<p>No gate failed.</p>" if gates else ""
+
+
+def _compute(run: RunRecord) -> str:
+    if not run.compute:
+        return ""
+    columns = ["layer", "dense MACs", "executed", "decisions", "of dense", "open g", "dead units"]
+    rows, bars = [], []
+    for layer in run.compute:
+        dense, macs = float(layer["macs_dense"]), float(layer["macs"])
+        gate_macs = float(layer["gate_macs"])
+        share = (macs + gate_macs) / dense if dense else None
+        rows.append(
+            [layer["name"], f"{dense:,.0f}", f"{macs:,.0f}", f"{gate_macs:,.0f}",
+             "" if share is None else f"{share:.1%}", _percent(layer["open_rate_g"]),
+             layer["dead_units"]]
+        )  # fmt: skip
+        if dense:
+            tip = f"{layer['name']}: {macs + gate_macs:,.0f} of {dense:,.0f} MACs, {share:.2%}"
+            bars.append(Bar(layer["name"], share or 0.0, f"{share:.1%}", tip))
+    chart = bar_chart("Executed MACs relative to the dense layer", bars, "share", percent=True)
+    return table(columns, rows, "MACs per sample in the test") + chart
+
+
+def _confusion(run: RunRecord) -> str:
+    if run.confusion is None or len(run.confusion[0]) > _MAX_CLASSES:
+        return ""
+    names, counts = run.confusion
+    rows = [
+        [name, *(f"{int(count):,}" for count in line)]
+        for name, line in zip(names, counts.tolist(), strict=True)
+    ]
+    as_table = details("The same as a table", table(["true class", *names], rows))
+    return confusion_map(names, counts) + as_table
+
+
+def _setup(run: RunRecord) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    made_with = f"<p>Made with {text(versions)}.</p>" if versions else ""
+    config = f'<pre tabindex="0">{text(run.config)}</pre>' if run.config else ""
+    return details("Config and versions", made_with, config)
+
+
+def _tiles(parts: list[str]) -> str:
+    inner = "\n".join(part for part in parts if part)
+    return f'<div class="tiles">{inner}</div>' if inner else ""
+
+
+def _percent(value: str) -> str:
+    return f"{float(value):.2%}" if value else ""
+
 
 # Makes the browser block everything that is not in this file.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -1,24 +1,16 @@
-"""What ranks, and the callbacks of one Trainer, must agree on."""
+"""What callbacks share: agreement between ranks, checks, and state before gates are known."""
 
 from collections.abc import Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dg_lightning.gates.protocol import gate_layers
 from dg_lightning.rewiring import SparseLayer
-
-__all__ = [
-    "mean_over_ranks",
-    "refuse_different_masks",
-    "refuse_other_masks",
-    "refuse_two_penalties",
-    "refuse_two_writers",
-    "refuse_uncounted_steps",
-    "state_key",
-]
 
 
 def state_key(callback: object, **arguments: object) -> str:
@@ -124,3 +116,40 @@ def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
                     f"Two {type(callback).__name__} set the gate {shared[0]}: "
                     "part them by `layers`."
                 )
+
+
+class Restored(pl.Callback):
+    """Takes the state of a checkpoint when training starts, when its gates are known.
+
+    Lightning loads the state of callbacks before `on_fit_start`; a search for a learning rate does
+    so after it. Until training starts, the loaded state is the state.
+    """
+
+    _loaded: dict[str, Any] | None = None
+
+    def current_state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        raise NotImplementedError
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `current_state`."""
+        raise NotImplementedError
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._loaded = None  # of a test, or of a run that did not start
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.current_state() if self._loaded is None else self._loaded
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._loaded is not None:
+            self.restore(self._loaded)
+            self._loaded = None

@@ -1,4 +1,4 @@
-"""Measures of learning in sequence: accuracy on every task after each."""
+"""Tasks in sequence: heads, measures, and EWC."""
 
 import math
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from dg_lightning.arguments import checked
 from dg_lightning.collapse.statistics import open_shares
 from dg_lightning.continual import (
     AccuracyMatrix,
@@ -21,14 +23,83 @@ from dg_lightning.continual import (
     plasticity,
     task_data,
 )
-from dg_lightning.continual.tasks import logits_of
+from dg_lightning.continual.tasks import Heads, logits_of
 from dg_lightning.files import write_text
 from dg_lightning.gates.protocol import GateLike, gate_layers
 from dg_lightning.monitoring import run_folder
 
-from ._agreement import mean_over_ranks
+from ._shared import mean_over_ranks
 
-__all__ = ["TaskMonitor"]
+
+class TaskHeads(pl.Callback):
+    """Leaves a model only the classes of the task at hand, as a head for each task would.
+
+    In training that is the current task, in evaluation the task of the batch. All classes stay open
+    if the data does not tell the task (`TaskSequence(labels="class")`), and while all tasks are
+    trained together (`joint`).
+
+    Args:
+        head: Name of the linear map that makes the logits; None for the last one.
+
+    >>> TaskHeads(head="output").head
+    'output'
+    """
+
+    @checked
+    def __init__(self, head: str | None = None) -> None:
+        self.head = head
+        self._data: TaskData | None = None
+        self._heads: Heads | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._data = task_data(trainer, self)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        if self._heads is None:
+            self._heads = Heads(pl_module, self._data, self.head)
+
+    on_fit_start = on_validation_start = on_test_start = _begin
+
+    def _take(self, task: int) -> None:
+        assert self._data is not None
+        assert self._heads is not None
+        self._heads.classes = self._data.classes_of(task) if self._data.tells_task else None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._data is not None
+        assert self._heads is not None
+        self._take(self._data.current_task)
+        if self._data.joint:
+            self._heads.classes = None
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        assert self._data is not None
+        part = "test" if trainer.testing else "val"
+        self._take(self._data.task_of(part, batch_idx))
+
+    on_test_batch_start = on_validation_batch_start
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._heads is not None:
+            self._heads.remove()
+        self._heads = self._data = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_heads": None, "_data": None}
+
 
 _NOT_MEASURED = -1.0  # in checkpoints, where values are compared
 
@@ -178,3 +249,104 @@ class TaskMonitor(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_data": None, "_watched": []}
+
+
+class EWC(pl.Callback):
+    """Pulls weights back to what earlier tasks have learned, the more they mattered.
+
+    How much a weight mattered is the mean square of its gradients in the last epoch of a task (a
+    diagonal of the empirical Fisher information), summed over tasks. The pull is added to the
+    gradient of a step, so the logged loss is that of the task.
+
+    (Kirkpatrick et al.: "Overcoming catastrophic forgetting in neural networks",
+    arXiv:1612.00796.)
+
+    Args:
+        weight: Weight of the quadratic penalty, λ of the publication.
+
+    >>> EWC(weight=100.0).weight
+    100.0
+    """
+
+    @checked
+    def __init__(self, weight: float = 100.0) -> None:
+        if weight < 0:
+            raise ValueError(f"`weight` must be at least 0, got {weight}.")
+        self.weight = weight
+        self._data: TaskData | None = None
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self.task = 0
+        # By name of the weight: importance, importance times the weights of each task, and squares.
+        self._importance: dict[str, Tensor] = {}
+        self._anchored: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._steps: dict[str, int] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._data = task_data(trainer, self)
+        if stage == "fit":
+            self._start_anew()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._data is not None
+        if self.task < self._data.current_task:
+            for name, parameter in _learned(pl_module).items():
+                if name in self._squares:
+                    importance = self._squares[name] / self._steps[name]
+                    anchored = importance * parameter.detach().to(importance.dtype)
+                    _add(self._importance, name, importance)
+                    _add(self._anchored, name, anchored)
+            self.task = self._data.current_task
+        self._squares, self._steps = {}, {}
+
+    @override
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in _learned(pl_module).items():
+            if parameter.grad is None or id(parameter) not in held:
+                continue
+            # In half precision squares would vanish, and what is anchored would be rounded away.
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            square = parameter.grad.to(wide).square()  # not where a loss scaler will skip the step
+            _add(self._squares, name, torch.where(square.isfinite().all(), square, 0))
+            self._steps[name] = self._steps.get(name, 0) + 1
+            if name in self._importance:
+                importance = self._importance[name].to(parameter.device)
+                anchored = self._anchored[name].to(parameter.device)
+                pull = self.weight * (importance * parameter.to(wide) - anchored)
+                parameter.grad += pull.to(parameter.grad.dtype)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "task": self.task,
+            "steps": self._steps,
+            "importance": self._importance,
+            "anchored": self._anchored,
+            "squares": self._squares,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.task, self._steps = state_dict["task"], dict(state_dict["steps"])
+        self._importance = dict(state_dict["importance"])
+        self._anchored = dict(state_dict["anchored"])
+        self._squares = dict(state_dict["squares"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None}
+
+
+def _learned(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = value if name not in sums else sums[name].to(value.device) + value

@@ -1,5 +1,6 @@
-"""Dataset splits: whole batches are indexed from tables and augmented at once."""
+"""Splits of a dataset, and how their samples become batches."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
@@ -10,21 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = [
-    "Augmentation",
-    "CropFlip",
-    "Draws",
-    "Normalize",
-    "PaddingMode",
-    "Part",
-    "Rows",
-    "Samples",
-    "grouped_split",
-    "stratified_split",
-]
+from ._files import ArrayTable, Indices, Tables
 
 Batch = tuple[Tensor, Tensor]
-Indices = NDArray[np.int64]
 Draws = dict[str, NDArray[Any]]
 PaddingMode: TypeAlias = Literal["reflect", "constant"]
 
@@ -250,3 +239,138 @@ def grouped_split(
     folds = StratifiedGroupKFold(min(number, round(1 / share)), shuffle=True, random_state=seed)
     first, second = next(folds.split(indices, labels[indices], groups[indices]))
     return indices[first], indices[second]
+
+
+def split_images(
+    tables: Tables,
+    class_names: Sequence[str],
+    val_share: float,
+    seed: int,
+    normalize: Normalize,
+    augmentation: Augmentation | None = None,
+) -> dict[str, Part]:
+    """Split the tables `train_images`, `train_labels`, `test_images` and `test_labels`."""
+    for name in ("train", "test"):
+        images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
+        if len(images) != len(labels):
+            raise ValueError(
+                f"The {name} files do not belong together: {len(images)} images, {len(labels)} "
+                "labels; get them again."
+            )
+        wrong = labels[(labels < 0) | (labels >= len(class_names))]
+        if len(wrong):
+            raise ValueError(
+                f"A label of the {name} files must be in 0 to {len(class_names) - 1}, got "
+                f"{int(wrong[0])}; get them again."
+            )
+    images, labels = tables["train_images"], tables.labels("train_labels")
+    test_images, test_labels = tables["test_images"], tables.labels("test_labels")
+    train, val = stratified_split(np.arange(len(labels)), labels, val_share, seed, class_names)
+    return {
+        "train": Part(images, train, labels[train], normalize, augmentation),
+        "val": Part(images, val, labels[val], normalize),
+        "test": Part(test_images, np.arange(len(test_labels)), test_labels, normalize),
+    }
+
+
+@dataclass
+class Windows(Dataset[Batch]):
+    """Windows of a text, as pairs of bytes and the bytes that follow them.
+
+    Random windows are drawn for a whole epoch at once, so that a window is a function of (seed,
+    epoch, index), independent of batch, worker and rank.
+    """
+
+    text: ArrayTable  # bytes, in memory or memory-mapped
+    context: int  # bytes of a window
+    count: int  # windows of an epoch
+    random: bool
+    _cached_starts: tuple[tuple[int, int], Indices] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+        """Return the given windows, and the same moved on by one byte."""
+        starts = self._starts(seed, epoch)[indices]
+        taken = self.text.array[starts[:, None] + np.arange(self.context + 1)]
+        windows = torch.from_numpy(taken.astype(np.int64))
+        return windows[:, :-1], windows[:, 1:]
+
+    def _starts(self, seed: int, epoch: int) -> Indices:
+        if not self.random:
+            seed = epoch = 0
+        if self._cached_starts is None or self._cached_starts[0] != (seed, epoch):
+            last = len(self.text) - self.context - 1
+            if self.random:
+                drawn = np.random.default_rng([seed, epoch, 1]).integers(0, last + 1, self.count)
+            else:
+                drawn = np.linspace(0, last, self.count).astype(np.int64)
+            self._cached_starts = ((seed, epoch), drawn)
+        return self._cached_starts[1]
+
+
+_CHUNK = 4096  # samples that are prepared at a time
+_LARGEST_SHARE = 0.25  # of the memory that is free
+
+
+class DevicePart:
+    """The samples of a part on a device: prepared, or raw if they are augmented in every epoch.
+
+    Args:
+        part: The samples.
+        device: The device.
+    """
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.part = part
+        self.labels = part.labels.to(device)
+        rows = np.array_split(np.arange(len(part)), math.ceil(len(part) / _CHUNK))
+        first = _samples(part, rows[0][:1])
+        self.inputs = torch.empty((len(part), *first.shape[1:]), dtype=first.dtype, device=device)
+        for chunk in rows:
+            self.inputs[chunk[0] : chunk[-1] + 1] = _samples(part, chunk).to(device)
+        self._normalize: Normalize | None = None
+        if isinstance(part.prepare, Normalize) and part.augmentation is not None:
+            self._normalize = part.prepare.to(device)
+        self._draws: tuple[tuple[int, int], dict[str, Tensor]] = ((-1, -1), {})
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+        """Return inputs and labels of the given samples, see `Part.cut`."""
+        index = torch.from_numpy(indices).to(self.labels.device, non_blocking=True)
+        inputs = self.inputs[index]
+        if isinstance(self.part.augmentation, CropFlip):
+            if self._draws[0] != (seed, epoch):
+                drawn = self.part.draws_for_epoch(self.part.augmentation, seed, epoch)
+                moved = {k: torch.from_numpy(v).to(inputs.device) for k, v in drawn.items()}
+                self._draws = ((seed, epoch), moved)
+            chosen = {name: values[index] for name, values in self._draws[1].items()}
+            inputs = self.part.augmentation.apply_on_device(inputs, chosen)
+        if self._normalize is not None:
+            inputs = self._normalize(inputs)
+        return inputs, self.labels[index]
+
+
+def on_device(part: Samples, device: torch.device | None) -> Samples:
+    """Return a part whose samples are on a CUDA device, or the part itself if they cannot be.
+
+    They cannot be where they would take more than a quarter of the free memory, or are augmented
+    in another way than images are.
+    """
+    if device is None or device.type != "cuda" or not isinstance(part, Part):
+        return part
+    normal = isinstance(part.augmentation, CropFlip) and isinstance(part.prepare, Normalize)
+    if part.augmentation is not None and not (normal and part.change is None):
+        return part
+    size = len(part) * _samples(part, np.arange(1)).nbytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return DevicePart(part, device) if size <= _LARGEST_SHARE * free else part
+
+
+def _samples(part: Part, indices: Indices) -> Tensor:
+    """Return samples on the CPU, prepared unless they are augmented first."""
+    augmented = part.augmentation is not None
+    return part.table.take(part.rows[indices]) if augmented else part.cut(indices)[0]

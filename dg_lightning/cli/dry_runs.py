@@ -1,20 +1,21 @@
-"""The command `plan`: draw the schedules of a config without training."""
+"""Trainers for `plan` and `check`, which do not train."""
 
 import math
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from dg_lightning.checking import check
 from dg_lightning.files import replacing
-from dg_lightning.schedules.plan import Curve, collect_plan, find_risks
-from dg_lightning.schedules.schedule import Clock
+from dg_lightning.schedules.schedule import Clock, Curve, collect_plan, find_risks
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["PlanningTrainer"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
@@ -141,3 +142,36 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
     axes[-1].set_xlabel("optimizer step")
     with replacing(path) as unfinished:
         figure.savefig(unfinished, dpi=120, format=path.suffix.removeprefix("."))
+
+
+class CheckingTrainer(PlanningTrainer):
+    """A Trainer that can also check a training before it is run."""
+
+    arguments: dict[str, Any]  # that it was made with
+
+    def check(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        ranks: int = 1,
+        json: bool = False,
+    ) -> None:
+        """Make a few steps, save nothing, and say whether the training will do what it should.
+
+        Args:
+            model: The model.
+            datamodule: The data.
+            ranks: With 2, two processes on the CPU make the steps too, and must agree.
+            json: Whether to print JSON rather than a table.
+        """
+        if datamodule is None:
+            raise ValueError("A check needs data: give `--data`.")
+        if ranks not in (1, 2):
+            raise ValueError(f"`ranks` must be 1 or 2, got {ranks}.")
+        callbacks = self.arguments.pop("callbacks", None) or []
+        every = callbacks if isinstance(callbacks, list) else [callbacks]
+        given = [callback for callback in every if not isinstance(callback, SaveConfigCallback)]
+        report = check(model, datamodule, given, ranks=ranks, **self.arguments)
+        print(report.to_json() if json else report)
+        if not report.ok:
+            sys.exit(1)
