@@ -62,7 +62,7 @@ def test_rooms_of_one_level_import_each_other_one_way_only() -> None:
 
 
 # Of torch and Lightning, overridden or set here.
-OVERRIDDEN = {"_apply", "_batches_that_stepped", "_iterator", "_modules", "_parse_ckpt_path"}
+OVERRIDDEN = {"_apply", "_batches_that_stepped", "_iterator", "_parse_ckpt_path"}
 
 
 def private_names() -> set[tuple[str, str]]:
