@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from dg_lightning import param_groups
 from dg_lightning.callbacks import AddGates, BudgetController
 from dg_lightning.surgery import compact, load_compact, save_compact
 
@@ -56,7 +57,7 @@ class Yields(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return AdamW, warmed up and annealed."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=2e-4, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(param_groups(self, 2e-4, 50), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, [g["lr"] for g in optimizer.param_groups], self.steps, pct_start=0.1
         )
@@ -137,7 +138,6 @@ def main() -> None:
         heads=static,
         only=["*encoder*"],
         module="model",
-        learning_rate=0.01,
         example=example,
     )
     dense = tune([])

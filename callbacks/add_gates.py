@@ -1,16 +1,12 @@
 """Put gates into the model of any LightningModule."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property, partial
-from math import isclose
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
@@ -27,7 +23,8 @@ class AddGates(pl.Callback):
     """Puts gates on feed-forward units, attention heads or channels of somebody's model.
 
     It does so when the module is complete, and before its optimizers are made. Put it before other
-    callbacks, such as those that average weights.
+    callbacks, such as those that average weights. Gates need a higher learning rate than weights
+    and no weight decay: let `configure_optimizers` use `dg_lightning.param_groups`.
 
     Args:
         feed_forward: Gates on units between linear maps, as plain values: `{"kind": "static"}`.
@@ -36,8 +33,6 @@ class AddGates(pl.Callback):
         pairs: Names of two linear maps each, see `add_gates`.
         only: Name patterns of the maps that read the units; None for all.
         module: Name of the part of the LightningModule that gets gates; None for all of it.
-        learning_rate: Of the gates, in optimizers that get them; None for that of the weights.
-            Gates have no weight decay.
         example: What `module` is called with. None for its `example_input_array` or `dummy_inputs`,
             or, if it has none, for the inputs of the first batch of the DataModule, or of the
             LightningModule's own loader.
@@ -56,7 +51,6 @@ class AddGates(pl.Callback):
         pairs: list[tuple[str, str]] | None = None,
         only: list[str] | None = None,
         module: str | None = None,
-        learning_rate: float | None = None,
         example: Any = None,
         more_examples: list[Any] | None = None,
     ) -> None:
@@ -71,12 +65,9 @@ class AddGates(pl.Callback):
                 raise ValueError(f"`pairs` must be a list of two names each, got {pair!r}.")
         for given_example in (example, *(more_examples or [])):
             check_example(given_example)
-        if learning_rate is not None and not learning_rate > 0:
-            raise ValueError(f"`learning_rate` must be above 0, got {learning_rate}.")
         self.pairs = pairs or []
         self.only = only
         self.module = module or ""
-        self.learning_rate = learning_rate
         self.example = example
         self.more_examples = more_examples or []
         self._found: Found | None = None
@@ -115,8 +106,6 @@ class AddGates(pl.Callback):
             ) from error
         if not gated_units(part):  # by an earlier stage of this Trainer, or by hand
             self._put_into(part, trainer, pl_module, stage)
-        if stage == "fit":
-            _extend(pl_module, "configure_optimizers", partial(self._optimizers, pl_module))
 
     def _put_into(
         self, part: nn.Module, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
@@ -145,26 +134,26 @@ class AddGates(pl.Callback):
         )
         rank_zero_info(f"AddGates:\n{self._found}")
 
-    def _optimizers(self, pl_module: pl.LightningModule, original: Callable[[], Any]) -> Any:
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = [gate for _, gate in gated_units(pl_module.get_submodule(self.module)).values()]
         parameters = {id(p) for gate in gates for p in gate.parameters()}
-        with _groups_of_their_own(parameters, self.learning_rate) as groups:
-            made = original()
-        placed = {id(p) for group in groups for p in group["params"]} & parameters
-        if missing := len(parameters - placed):
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        of_gates = [
+            (group, held)
+            for group in groups
+            if (held := parameters & {id(p) for p in group["params"]})
+        ]
+        if missing := len(parameters) - sum(len(held) for _, held in of_gates):
             raise ValueError(
                 f"{missing} of {len(parameters)} parameters of gates are in no optimizer: let "
                 "`configure_optimizers` take the parameters of the whole model."
             )
-        for group in groups:
-            rates = [group.get(key, group["lr"]) for key in ("lr", "initial_lr", "max_lr")]
-            wanted = self.learning_rate
-            if wanted is not None and not any(isclose(float(rate), wanted) for rate in rates):
-                raise ValueError(
-                    f"A scheduler has set the learning rate of gates to {float(rates[0])}: give it "
-                    f"a rate for each group, or leave out `learning_rate={wanted}`."
-                )
-        return made
+        if any(group.get("weight_decay") for group, _ in of_gates):
+            rank_zero_warn(
+                "Weight decay pulls the gates of AddGates towards half open: let "
+                "`configure_optimizers` use `dg_lightning.param_groups(self, lr, gate_lr_factor)`."
+            )
 
 
 def _is_name(thing: object) -> bool:
@@ -187,41 +176,3 @@ def _is_own(pl_module: pl.LightningModule, method: str) -> bool:
     home = str(getattr(type(pl_module), method).__module__)
     ours = home.split(".")[0] in ("lightning", "pytorch_lightning", "dg_lightning")
     return not ours or method in vars(pl_module)
-
-
-@contextmanager
-def _groups_of_their_own(
-    parameters: set[int], learning_rate: float | None
-) -> Iterator[list[dict[str, Any]]]:
-    """Let optimizers that are made meanwhile split off some parameters, without weight decay.
-
-    Schedulers then know the groups from their start. Yields the groups that hold the parameters.
-    """
-    groups: list[dict[str, Any]] = []
-    add = Optimizer.add_param_group
-
-    def is_ours(entry: Any) -> bool:  # a parameter, or its name and it
-        return id(entry[1] if isinstance(entry, tuple) else entry) in parameters
-
-    def add_split(self: Optimizer, param_group: dict[str, Any]) -> None:
-        params = param_group["params"]
-        entries = [params] if isinstance(params, torch.Tensor) else list(params)
-        ours = [entry for entry in entries if is_ours(entry)]
-        rest = [entry for entry in entries if not is_ours(entry)]
-        decays = bool({**self.defaults, **param_group}.get("weight_decay"))
-        if not ours or not (decays or learning_rate is not None):
-            add(self, {**param_group, "params": entries})
-        else:
-            if rest:
-                add(self, {**param_group, "params": rest})
-            rate = {} if learning_rate is None else {"lr": learning_rate}
-            decay = {"weight_decay": 0.0} if decays else {}
-            add(self, {**param_group, **rate, **decay, "params": ours})
-        if ours:
-            groups.append(self.param_groups[-1])
-
-    Optimizer.add_param_group = add_split  # type: ignore[method-assign]
-    try:
-        yield groups
-    finally:
-        Optimizer.add_param_group = add  # type: ignore[method-assign]

@@ -177,7 +177,8 @@ def list_clips(
         for line in (folder / name).read_text().split()
     }
     parts: dict[str, dict[str, int]] = {"train": {}, "val": {}, "test": {}}
-    for word in sorted(path.name for path in folder.glob("[!_.]*/") if path.is_dir()):
+    words = [p.name for p in folder.glob("[!_.]*/") if p.is_dir() and not p.is_symlink()]
+    for word in sorted(words):
         label = WORDS.index(word) if word in WORDS else unknown_label
         for clip in list_files(folder / word, ".wav"):
             parts[listed.pop(clip, "train")][clip] = label

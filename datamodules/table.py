@@ -113,6 +113,15 @@ class TabularDataModule(FittedDataModule):
         """Names of the inputs, in order: a column, or a column and its level."""
         return tuple(name for _, name in self._of_facts().inputs())
 
+    @override
+    def use_preparation(self, preparation: Mapping[str, Any]) -> None:
+        trained = preparation.get("label")
+        if self.label is not None and trained is not None and self.label != trained:
+            raise ValueError(
+                f"`label` must be {trained!r}, which the model predicts, got {self.label!r}."
+            )
+        super().use_preparation(preparation)
+
     @property
     @override
     def class_names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         GatedClassifier,
         GatedLM,
         GatedRegressor,
+        param_groups,
         trust,
     )
 
@@ -32,6 +33,7 @@ __all__ = [
     "add_gates",
     "check",
     "gate_layers",
+    "param_groups",
     "penalty",
     "remove_gates",
     "trust",
@@ -54,6 +56,7 @@ _HOMES = {
     "add_gates": "surgery",
     "check": "checking",
     "gate_layers": "gates",
+    "param_groups": "training",
     "penalty": "budget",
     "remove_gates": "surgery",
     "trust": "training",

@@ -87,6 +87,9 @@ def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
         csv.writer(file).writerows(map(csv_cell, row) for row in rows)
 
 
+_SKIPPED = "' \t\r\n\v\f\ufeff\u00a0\u3000"  # by a spreadsheet, at the beginning of a cell
+
+
 def csv_cell(value: Any) -> Any:
     """Return a value for a CSV file, which a spreadsheet does not take for a formula.
 
@@ -97,7 +100,7 @@ def csv_cell(value: Any) -> Any:
     """
     if value is None:
         return ""
-    if not isinstance(value, str) or value.lstrip("' \t\r\n")[:1] not in ("=", "+", "-", "@"):
+    if not isinstance(value, str) or value.lstrip(_SKIPPED)[:1] not in tuple("=+-@＝＋－＠"):
         return value
     try:
         float(value)

@@ -12,6 +12,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from dg_lightning import param_groups
 from dg_lightning.callbacks import AddGates, BudgetController
 from dg_lightning.datamodules import CIFAR10DataModule
 from dg_lightning.surgery import compact, save_compact
@@ -33,7 +34,7 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
+        return torch.optim.AdamW(param_groups(self, lr=1e-3, gate_lr_factor=5), weight_decay=0.05)
 
 
 def main() -> None:
@@ -49,7 +50,6 @@ def main() -> None:
         heads={"kind": "static", "min_open": 1},
         module="net",
         example=example,
-        learning_rate=5e-3,
     )
     trainer = pl.Trainer(
         max_epochs=1 if given.fast else given.epochs,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -422,8 +423,12 @@ class Snapshot:
     def start_counting(self, pl_module: Any) -> None:
         """Count the MACs of the first forward pass, if the module does not log them itself."""
         if self.activity is None and not hasattr(pl_module, "compute_report"):
-            self._count = CountWholeNet(pl_module)
-            self._count.__enter__()
+            count = CountWholeNet(pl_module)
+            try:
+                self._count = count.__enter__()
+            except RuntimeError as error:  # hooks of torch's scripted modules, for example
+                reason = " ".join(str(error).split())[:200]
+                rank_zero_warn(f"The MACs of the whole net cannot be counted ({reason}).")
 
     def stop_counting(self, samples: int = 1) -> None:
         """Stop counting MACs."""

@@ -52,7 +52,7 @@ def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     Raises:
         ValueError: If it may mix units, have parameters or draw random numbers.
     """
-    if type(activation) not in _ELEMENTWISE:
+    if type(activation) not in _ELEMENTWISE or "forward" in vars(activation):
         raise ValueError(
             "Engines that skip blocks need an elementwise activation of torch.nn without "
             f"parameters and chance, got {activation}: use engine='masked'."

@@ -165,7 +165,11 @@ class FeedForwardSkipper:
         own = vars(gate).get("hooks")  # of `add_gates`
         parts = gate, layer.first, layer.other, layer.activation, layer.second
         modules = [part for part in parts if isinstance(part, nn.Module)]
-        return self.runner.may_skip(gate) and not any(has_hooks(m, own) for m in modules)
+        return (
+            self.runner.may_skip(gate)
+            and all(_is_plain(m) for m in (layer.first, layer.other, layer.second))
+            and not any(has_hooks(m, own) for m in modules)
+        )
 
 
 class MLPSkipper:
@@ -204,11 +208,18 @@ class MLPSkipper:
         return (
             isinstance(gate, Gate)
             and self.runner.may_skip(gate)
+            and _is_plain(layer.linear)
+            and _is_plain(following[-1])
             and isinstance(layer.norm, nn.Identity)
             and (layer.dropout.p == 0 or not layer.dropout.training)
             and (after is None or after.gate is None or not after.gate.input_dependent)
             and not any(map(has_hooks, (layer, *layer.children(), *following)))
         )
+
+
+def _is_plain(linear: nn.Module | None) -> bool:
+    """Return whether a map computes as `nn.Linear` does, not by a `forward` of its own."""
+    return linear is None or linear.forward.__func__ is nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def has_hooks(module: nn.Module, owner: object = None) -> bool:

@@ -239,13 +239,14 @@ def hide_secrets(url: str) -> str:
 
     >>> hide_secrets("postgresql://me:secret@host/x?password=secret")
     'postgresql://me:***@host/x?password=***'
+    >>> hide_secrets("postgresql://token@host/x")
+    'postgresql://***@host/x'
     """
-    address, mark, query = url.partition("?")
-    before, at, host = address.rpartition("@")
-    scheme, slashes, login = before.rpartition("//")
+    scheme, slashes, rest = url.partition("//") if "//" in url else ("", "", url)
+    login, at, rest = rest.rpartition("@")  # a password may hold any character
+    address, mark, query = rest.partition("?")
     user, colon, _ = login.partition(":")
-    if at and colon:
-        address = f"{scheme}{slashes}{user}:***@{host}"
+    address = f"{scheme}{slashes}{f'{user}:' if colon else ''}{'***@' if at else ''}{address}"
     names = [option.partition("=")[0] for option in query.split("&")]
     return address + mark + "&".join(f"{name}=***" for name in names if mark)
 

@@ -1,10 +1,12 @@
 """One run of a model, cut at its linear maps, so that autograd tells what reads what."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -108,20 +110,48 @@ def call_model(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     context: AbstractContextManager[Any] | None = None,
+    training: bool = False,
 ) -> list[Tensor]:
-    """Run a model in evaluation mode, leave it as it was, and return the tensors it returns.
+    """Run a model, leave it as it was, and return what it returns: tensors, arrays and numbers.
 
     Args:
         model: The model.
         args: Positional arguments.
         kwargs: Keyword arguments.
         context: A context that the model runs in.
+        training: Whether the model runs in training mode.
     """
-    outputs: list[Tensor] = []
     # Some models take gradients of their inputs.
-    with _evaluating(model), torch.enable_grad(), context or nullcontext():
-        apply_to_collection(model(*args, **(kwargs or {})), Tensor, outputs.append)
-    return [output.detach() for output in outputs]
+    with _temporary_mode(model, training), torch.enable_grad(), context or nullcontext():
+        returned = model(*args, **(kwargs or {}))
+    return _values_in(returned)
+
+
+def _values_in(returned: Any) -> list[Tensor]:
+    """Return all tensors, arrays and numbers in what a model returns, as tensors.
+
+    Other objects, such as caches of keys and values, are state for later calls.
+    """
+    found: list[Tensor] = []
+    pending, seen = [returned], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, str | bytes | nn.Module | type):
+            continue
+        if isinstance(value, Tensor):
+            found.append(value.detach())
+        elif isinstance(value, np.ndarray | np.generic | int | float | complex):
+            with suppress(TypeError):  # arrays of objects
+                found.append(torch.as_tensor(value))
+        else:
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                pending.extend(reversed(list(value.values())))
+            elif isinstance(value, list | tuple):
+                pending.extend(reversed(value))
+            elif is_dataclass(value):
+                pending.extend(getattr(value, f.name) for f in reversed(fields(value)))
+    return found
 
 
 def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1.0) -> Recording:
@@ -186,7 +216,7 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
 
             handles.append(child.register_forward_hook(watch))
     try:
-        with _evaluating(model), torch.enable_grad():
+        with _temporary_mode(model), torch.enable_grad():
             args, kwargs = apply_to_collection((args, kwargs), Tensor, input_leaf)
             apply_to_collection(model(*args, **kwargs), Tensor, recording.outputs.append)
     finally:
@@ -198,14 +228,18 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode with parameters that need no gradient, for a while."""
+def _temporary_mode(model: nn.Module, training: bool = False) -> Iterator[None]:
+    """Run a model in a mode with parameters that need no gradient, and leave it as it was.
+
+    Every run draws the same random numbers.
+    """
     modes = [(child, child.training) for child in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count in evaluation
     flags = [(p, p.requires_grad) for p in model.parameters()]
+    drawn = random.getstate(), np.random.get_state()
     try:
         for child, _ in modes:
-            child.training = False
+            child.training = training
         for parameter, _ in flags:
             parameter.requires_grad_(False)
         devices = {p.device for p in model.parameters() if p.is_cuda}
@@ -216,8 +250,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        for child, training in modes:
-            child.training = training
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for child, mode in modes:
+            child.training = mode
         for parameter, required in flags:
             parameter.requires_grad_(required)
         for buffer, before in buffers:

@@ -41,8 +41,9 @@ class Watch:
             self.arguments = apply_to_collection(self.arguments, Tensor, _varied)
         self._mode = _TrialMode()
 
-    def look(self, *names: str) -> list[Tensor]:
+    def look(self, *names: str, training: bool = False) -> list[Tensor]:
         """Return the outputs of the model and of some modules."""
+        self._mode.empty = 0
         outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -51,7 +52,7 @@ class Watch:
         hooks = [self.model.get_submodule(name).register_forward_hook(keep) for name in names]
         try:
             for args, kwargs in self.arguments:
-                outputs += call_model(self.model, args, kwargs, self._mode)
+                outputs += call_model(self.model, args, kwargs, self._mode, training)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -59,10 +60,13 @@ class Watch:
 
     def is_same(self, expected: list[Tensor], *names: str) -> bool:
         """Return True if the outputs are those of an earlier look."""
+        self._mode.most_empty = self._mode.empty  # of the look before the change
         try:
             outputs = self.look(*names)
         except Exception:  # of a model whose sizes do not fit, which may raise anything
             return False
+        finally:
+            self._mode.empty, self._mode.most_empty = self._mode.most_empty, None
         return len(outputs) == len(expected) and all(map(_are_close, outputs, expected))
 
     def unused_parameters(self) -> list[str]:
@@ -72,14 +76,17 @@ class Watch:
 
 
 class _TrialMode(TorchFunctionMode):
-    """Records which parameters operations read, and refuses attention without heads.
+    """Records which parameters operations read, and refuses to make tensors without entries.
 
-    Grouped attention over no key heads divides by zero in native code, which ends the process.
+    Grouped attention over no key heads divides by zero in native code, which ends the process. It
+    may run in compiled code, so the tensors before it are what is checked.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: set[int] = set()
+        self.empty = 0  # tensors without entries that were made
+        self.most_empty: int | None = None  # that may be made
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -90,7 +97,13 @@ class _TrialMode(TorchFunctionMode):
         self.parameters.update(id(t) for t in tensors if isinstance(t, nn.Parameter))
         if func in _ATTENTION and any(t.ndim > 2 and t.shape[-3] == 0 for t in tensors[:3]):
             raise ValueError("Attention over no heads.")
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        outputs: list[Tensor] = []
+        apply_to_collection(made, Tensor, outputs.append)
+        self.empty += sum(0 in output.shape for output in outputs)
+        if self.most_empty is not None and self.empty > self.most_empty:
+            raise ValueError("A change leaves a tensor without entries.")
+        return made
 
 
 def units_read_elsewhere(
@@ -106,19 +119,38 @@ def units_read_elsewhere(
 
     def search(names: list[str]) -> set[str]:
         chosen = {name: units[name] for name in names}
-        if not names or all(_closes_fully(watch, chosen, half) for half in (0, 1)):
+        if not names or all(
+            _closes_fully(watch, chosen, half, training)
+            for training in (False, True)
+            for half in (0, 1)
+        ):
             return set()
         middle = len(names) // 2
         return search(names[:middle]) | search(names[middle:]) if middle else set(names)
 
-    return search(list(units))
+    with _without_zeros(model):
+        return search(list(units))
+
+
+@contextmanager
+def _without_zeros(model: nn.Module) -> Iterator[None]:
+    """Fill parameters that are all zero for a while: they hide what is read, until they learn."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    zeros = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
+    try:
+        for p in zeros:
+            p.data.copy_(0.1 * torch.randn(p.shape, generator=generator, device="cpu"))
+        yield
+    finally:
+        for p in zeros:
+            p.data.zero_()
 
 
 @torch.no_grad()
-def _closes_fully(watch: Watch, units: "Mapping[str, Units]", half: int) -> bool:
+def _closes_fully(watch: Watch, units: "Mapping[str, Units]", half: int, training: bool) -> bool:
     """Return True if the rows of closed units can be changed without moving any output.
 
-    Outputs that differ from run to run tell nothing.
+    Outputs that differ from run to run tell nothing, nor does a mode in which the model fails.
     """
     model, generator = watch.model, torch.Generator("cpu").manual_seed(0)
     with ExitStack() as stack:
@@ -128,13 +160,16 @@ def _closes_fully(watch: Watch, units: "Mapping[str, Units]", half: int) -> bool
             closed[name] = order % 2 == half if own.blocks > 1 else order == 0
             inputs = closed[name].repeat_interleave(own.block_size)
             stack.callback(_close_inputs(model.get_submodule(name), inputs).remove)
-        expected, again = watch.look(*units), watch.look(*units)
+        try:
+            expected, again = (watch.look(*units, training=training) for _ in range(2))
+        except Exception:  # such as batch norm on a single sample
+            return training
         for name, own in units.items():
             for producer, blocks in own.producers.items():
                 rows = closed[name][blocks]
                 stack.enter_context(_changed_rows(model.get_submodule(producer), rows, generator))
         try:
-            found = watch.look(*units)
+            found = watch.look(*units, training=training)
         except Exception:  # of a model that checks its values
             return False
         return not any(

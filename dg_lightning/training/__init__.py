@@ -6,6 +6,7 @@ from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
 from .language_model import GatedLM
 from .module import GatedModule
+from .optimizers import param_groups
 from .regressor import GatedRegressor
 from .spec import trust
 from .step_logging import is_due, is_logged_step, log_step, logged_step
@@ -25,6 +26,7 @@ __all__ = [
     "log_step",
     "logged_step",
     "mask_averages",
+    "param_groups",
     "read_checkpoint",
     "trust",
 ]

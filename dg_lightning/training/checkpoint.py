@@ -165,13 +165,14 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
 
 
 def check_weights(state_dict: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Raise ValueError for parameters or running statistics that are no finite real numbers.
+    """Raise ValueError for parameters or buffers that are no finite real numbers.
 
-    Other buffers may be infinite, as the masks of attention are.
+    A buffer may hold what it holds in a new model: masks of attention are infinite.
     """
-    buffers = [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]
-    for name in (*dict(model.named_parameters()), *buffers):
-        if name in state_dict and not _is_usable(state_dict[name]):
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in own.keys() & state_dict.keys():
+        may_be_infinite = name not in dict(model.named_parameters()) and not _is_usable(own[name])
+        if not may_be_infinite and not _is_usable(state_dict[name]):
             raise ValueError(f"The checkpoint holds weights that are no finite numbers ({name}).")
 
 

@@ -343,14 +343,12 @@ class GatedModule(CapturedSteps, TrustedLoading):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        gates = [p for p in self.gate_parameters() if p.ndim < 2]
         scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
         optimizer = self.optimizer
         on_gpu = self.device.type == "cuda"
         if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
             optimizer = fused_if_open(optimizer)
-        given = self.net.parameters(), gates, optimizer, self.gate_lr_factor
-        return build_optimizers(*given, *scheduling)
+        return build_optimizers(self.net, optimizer, self.gate_lr_factor, *scheduling)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The optimizer and the learning-rate scheduler of a net with gates, from plain values."""
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dg_lightning.gates import gate_layers
 from dg_lightning.training.spec import OptimizerSpec, SchedulerSpec, build, import_class
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on a GPU
@@ -62,9 +62,41 @@ def has_scaler(trainer: Any) -> bool:
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
+def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+    """Return parameter groups for an optimizer: weights, and gates.
+
+    Logits and biases of gates get a learning rate of their own and no weight decay. Matrices of
+    GateNets learn as weights do.
+
+    Args:
+        module: The module with gates.
+        lr: Learning rate of the weights.
+        gate_lr_factor: Learning rate of the gates, as a multiple of `lr`.
+
+    >>> from dg_lightning import GatedLinear
+    >>> net = nn.Sequential(GatedLinear(8, 4, gate={"kind": "static"}), nn.Linear(4, 2))
+    >>> optimizer = torch.optim.AdamW(param_groups(net, lr=1e-3, gate_lr_factor=30.0))
+    >>> [(len(g["params"]), round(g["lr"], 3)) for g in optimizer.param_groups]
+    [(4, 0.001), (1, 0.03)]
+    """
+    weights, gates = split_parameters(module)
+    groups: list[dict[str, Any]] = [{"params": weights, "lr": lr}]
+    if gates:
+        groups.append({"params": gates, "lr": lr * gate_lr_factor, "weight_decay": 0.0})
+    return groups
+
+
+def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the weights of a module, and the logits and biases of its gates."""
+    gates = gate_layers(module, required=False).values()
+    own = [p for g in gates if isinstance(g, nn.Module) for p in g.parameters() if p.ndim < 2]
+    of_gates = {id(p): p for p in own}
+    weights = [p for p in module.parameters() if id(p) not in of_gates]
+    return weights, list(of_gates.values())
+
+
 def build_optimizers(
-    parameters: Iterable[nn.Parameter],
-    gate_parameters: Sequence[nn.Parameter],
+    module: nn.Module,
     optimizer: OptimizerSpec,
     gate_lr_factor: float = 1.0,
     scheduler: SchedulerSpec | None = None,
@@ -74,18 +106,15 @@ def build_optimizers(
     """Return what `configure_optimizers` returns.
 
     Args:
-        parameters: All parameters.
-        gate_parameters: Those of them that get a group of their own, without weight decay.
+        module: The module with gates, see `param_groups`.
         optimizer: Class path and arguments.
-        gate_lr_factor: Learning rate of that group, as a multiple of the optimizer's.
+        gate_lr_factor: Learning rate of the gates, as a multiple of the optimizer's.
         scheduler: Class path and arguments.
         interval: Whether the scheduler steps with every epoch or every optimizer step.
         monitor: The logged value that a `ReduceLROnPlateau` monitors.
     """
-    of_gates = {id(parameter) for parameter in gate_parameters}
-    groups = [{"params": [p for p in parameters if id(p) not in of_gates]}]
-    if gate_parameters:
-        groups.append({"params": list(gate_parameters)})
+    weights, gates = split_parameters(module)
+    groups = [{"params": weights}, *([{"params": gates}] if gates else [])]
     built = build(optimizer, "optimizer", Optimizer, groups)
     for group in built.param_groups[1:]:
         group["lr"] = group["lr"] * gate_lr_factor
@@ -95,7 +124,7 @@ def build_optimizers(
         return built
     scheduling = build(scheduler, "lr_scheduler", LRScheduler, built)
     rates = [group["lr"] for group in built.param_groups]
-    if gate_parameters and not math.isclose(rates[1], rates[0] * gate_lr_factor):
+    if gates and not math.isclose(rates[1], rates[0] * gate_lr_factor):
         raise ValueError(
             f"{type(scheduling).__name__} sets learning rates itself and ignores "
             f"`gate_lr_factor={gate_lr_factor}`: give it a list, for weights and for "

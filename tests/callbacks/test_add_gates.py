@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from dg_lightning import GatedClassifier, gate_layers
+from dg_lightning import GatedClassifier, gate_layers, param_groups
 from dg_lightning.callbacks import AddGates, BudgetController, MinimumActivity
 from dg_lightning.layers import VisionTransformer
 
@@ -43,7 +43,8 @@ class Somebody(pl.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+        groups = param_groups(self, lr=0.01, gate_lr_factor=50.0)
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
         return optimizer if self.scheduler is None else ([optimizer], [self.scheduler(optimizer)])
 
 
@@ -64,16 +65,6 @@ def groups(trainer: pl.Trainer) -> list[tuple[int, float, float]]:
     return [(len(g["params"]), g["initial_lr"], g["weight_decay"]) for g in found]
 
 
-def test_a_scheduler_with_a_rate_for_each_group_is_taken(tmp_path: Path) -> None:
-    def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=9)
-
-    trainer = trainer_for([AddGates(feed_forward=STATIC, learning_rate=0.5)], tmp_path, max_steps=2)
-    trainer.fit(Somebody(one_cycle), data())
-    assert [group["max_lr"] for group in trainer.optimizers[0].param_groups] == [0.01, 0.5]
-
-
 class LateInSetup(Late):
     """Makes its layers in `setup`."""
 
@@ -85,12 +76,10 @@ class LateInSetup(Late):
 
 
 @pytest.mark.parametrize("kind", [Somebody, Late, LateInSetup])
-def test_gates_come_before_optimizers_and_have_a_rate_of_their_own(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_gates_come_before_optimizers(kind: Any, tmp_path: Path) -> None:
     module = kind()
     module.scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    gates = AddGates(feed_forward=STATIC, learning_rate=0.5)
+    gates = AddGates(feed_forward=STATIC)
     trainer = trainer_for([gates, BudgetController(0.5, every_n_steps=2)], tmp_path, max_steps=25)
     trainer.fit(module, data())
     assert list(gate_layers(module)) == ["body.3.dg_gate", "body.5.dg_gate"]
@@ -98,18 +87,15 @@ def test_gates_come_before_optimizers_and_have_a_rate_of_their_own(
     assert not {"configure_model", "configure_optimizers"} & set(vars(module))
 
 
-def test_without_a_rate_of_their_own_gates_have_that_of_weights(tmp_path: Path) -> None:
-    module = Somebody(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5))
-    trainer = trainer_for([AddGates(feed_forward=STATIC)], tmp_path, max_steps=2)
-    trainer.fit(module, data())
-    assert groups(trainer) == [(6, 0.01, 0.1), (2, 0.01, 0.0)]
+def test_weight_decay_of_gates_is_warned_of(tmp_path: Path) -> None:
+    class AllAlike(Somebody):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
-
-def test_a_scheduler_that_sets_rates_itself_is_refused(tmp_path: Path) -> None:
-    module = Somebody(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9))
-    trainer = trainer_for([AddGates(feed_forward=STATIC, learning_rate=0.5)], tmp_path)
-    with pytest.raises(ValueError, match="A scheduler has set the learning rate of gates"):
-        trainer.fit(module, data())
+    before = torch.optim.Optimizer.add_param_group
+    with pytest.warns(UserWarning, match="param_groups"):
+        trainer_for([AddGates(feed_forward=STATIC)], tmp_path, max_steps=2).fit(AllAlike(), data())
+    assert torch.optim.Optimizer.add_param_group is before
 
 
 def test_gates_that_no_optimizer_has_are_refused(tmp_path: Path) -> None:
@@ -142,7 +128,7 @@ def test_a_resumed_training_reaches_the_same_bits(tmp_path: Path) -> None:
     def fit(path: Any = None) -> Somebody:
         module = Somebody()
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
-        callbacks = [AddGates(feed_forward=STATIC, learning_rate=0.5), saving]
+        callbacks = [AddGates(feed_forward=STATIC), saving]
         trainer = trainer_for(
             callbacks, tmp_path, max_steps=8, limit_val_batches=0, enable_checkpointing=True
         )
@@ -215,8 +201,6 @@ def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None
 def test_bad_settings_get_one_line() -> None:
     with pytest.raises(ValueError, match="Say what to gate"):
         AddGates()
-    with pytest.raises(ValueError, match="`learning_rate` must be above 0"):
-        AddGates(feed_forward=STATIC, learning_rate=0.0)
 
 
 @pytest.mark.slow
@@ -229,7 +213,7 @@ from test_add_gates import *
 root = Path({str(tmp_path)!r})
 result = []
 for settings in ({{}}, {{"kind": "dynamic", "network": "low_rank", "rank": 1}}):
-    gates = AddGates(feed_forward={{"kind": "static", **settings}}, learning_rate=0.1)
+    gates = AddGates(feed_forward={{"kind": "static", **settings}})
     callbacks = [gates, BudgetController(0.7, every_n_steps=2)]
     module = Somebody()
     trainer_for(callbacks, root, strategy="ddp", devices=2, max_steps=20).fit(module, data())

@@ -350,3 +350,21 @@ def test_a_router_in_training_counts_what_it_would_choose() -> None:
     activity = GateActivity(gate_layers(moe))
     activity.update(64, training=True)
     assert activity.snapshots()[0].g.sum().item() == pytest.approx(1.0)  # one expert a sample
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script")
+def test_a_count_that_fails_does_not_fail_the_test(tmp_path: Path) -> None:
+    class Scripted(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = GatedLinear(64, 8, gate={"kind": "static"})
+            self.scripted = torch.jit.script(nn.Linear(8, 10))
+
+        def test_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits: Tensor = self.scripted(self.hidden(batch[0].flatten(1)))
+            return logits
+
+    trainer = trainer_for(tmp_path, GateMonitor())
+    with pytest.warns(UserWarning, match="cannot be counted"):
+        (logged,) = trainer.test(Scripted(), DigitsDataModule(batch_size=64), verbose=False)
+    assert "gates/open_rate_g/hidden.gate" in logged

@@ -204,3 +204,14 @@ def test_the_data_is_that_of_the_run_wherever_it_is(moved: str, tmp_path: Path) 
         patch.chdir(place)
         main(["test", *configs, *QUIET])
         assert data_of(tmp_path / place)["split_seed"] == 5
+
+
+def test_another_label_than_the_runs_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["test", TABLE, f"--ckpt_path={checkpoint}", "--data.label=rent", *QUIET])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "'home'" in error
+    assert "'rent'" in error

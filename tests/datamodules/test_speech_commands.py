@@ -241,3 +241,9 @@ def test_usual_rates_are_converted(rate: int, tmp_path: Path) -> None:
     write_any_wave(tmp_path / "a.wav", rate)
     found = read_wave(str(tmp_path / "a.wav"), "convert")
     assert len(found) == -(-16_000 * 16_000 // rate)
+
+
+def test_links_to_folders_of_clips_are_not_followed(root: Path) -> None:
+    before = {name: len(made(root).part(name)) for name in ("train", "val", "test")}
+    (folder_of(root) / "copy").symlink_to(folder_of(root) / "yes")
+    assert {name: len(made(root).part(name)) for name in before} == before

@@ -351,3 +351,31 @@ def test_copies_are_trained(kind: str, engine: Any) -> None:
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         other(torch.randn(3, 16)).sum().backward()
         assert all(p.grad is not None for p in other.parameters())
+
+
+class Tripled(nn.Linear):
+    """Somebody's linear map, which computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_maps_with_a_forward_of_their_own_are_called(name: str) -> None:
+    layer: Any = GatedFeedForward(16, 32, gate=SCALED).eval()
+    own = getattr(layer, name)
+    tripled = Tripled(own.in_features, own.out_features)
+    tripled.load_state_dict(own.state_dict())
+    setattr(layer, name, tripled)
+    x = torch.randn(7, 16)
+    expected = layer(x)
+    skip_closed_blocks(layer, "blocks")
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_patched_activation_is_refused() -> None:
+    layer: Any = GatedFeedForward(16, 32, gate=SCALED).eval()
+    layer.activation.forward = lambda x: x.softmax(-1)
+    skip_closed_blocks(layer, "blocks")
+    with pytest.raises(ValueError, match="engine='masked'"):
+        layer(torch.randn(7, 16))

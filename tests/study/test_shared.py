@@ -63,6 +63,9 @@ def test_a_database_that_cannot_be_reached_is_told_at_once(
         "mysql+pymysql://me@127.0.0.1:9/x?passwd=s3cret&ssl_key_password=s3cret",
         "postgresql://me:s3cret@127.0.0.1:port/x",  # no URL
         "postgresql//me:s3cret@127.0.0.1/x",
+        "postgresql://me:what?s3cret@127.0.0.1:9/x",
+        "postgresql://me:what/s3cret@127.0.0.1:9/x",
+        "postgresql://s3cret@127.0.0.1:9/x",
         "nothing+known://me:s3cret@127.0.0.1/x",
         "sqlite:///nowhere/s3cret@x/study.db?password=s3cret",
     ],

@@ -87,6 +87,7 @@ def test_the_page_escapes_what_comes_from_outside(tmp_path: Path) -> None:
 
 
 FORMULAS = ["=cmd|'/c calc'!A1", "+1+cmd", "-1+cmd", "@SUM(1)", "\t=1", "\r=1", "  =1", "=1\n=2"]
+FORMULAS += ["＝1+1", "\ufeff=1", "\v=1"]
 
 
 @pytest.mark.parametrize("text", FORMULAS)

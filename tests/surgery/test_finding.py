@@ -1,5 +1,6 @@
 """Units are found by what a model does, and the model is left as it was."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -385,6 +386,51 @@ def test_a_model_that_takes_gradients_of_its_input_is_looked_at() -> None:
         return energy + force.sum()
 
     find_units(Uses(forces), X.clone())
+
+
+def by_chance(net: Any, h: Tensor, x: Tensor) -> Any:
+    return net.second(h.relu()) * h.detach().norm(dim=-1, keepdim=True) + random.random()
+
+
+def as_a_number(net: Any, h: Tensor, x: Tensor) -> Any:
+    return net.second(h.relu()), float(h.detach().norm())
+
+
+def as_an_array(net: Any, h: Tensor, x: Tensor) -> Any:
+    return {"y": net.second(h.relu()), "seen": h.detach().numpy()}
+
+
+def in_training(net: Any, h: Tensor, x: Tensor) -> Any:
+    y = net.second(h.relu())
+    return y + h.detach().norm(dim=-1, keepdim=True) if net.training else y
+
+
+@pytest.mark.parametrize("forward", [by_chance, as_a_number, as_an_array, in_training])
+def test_units_that_act_in_other_ways_are_left_alone(forward: Any) -> None:
+    found = find_units(Uses(forward), X)
+    assert not found.units
+    assert "second" in found.left_alone
+
+
+class ZeroInit(nn.Module):
+    """A residual branch that adds nothing until it has learned, and a mask from its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        mask = torch.zeros_like(h).scatter(-1, h.topk(4, -1).indices, 1.0)
+        out: Tensor = x + self.second(h * mask)
+        return out
+
+
+def test_weights_that_are_still_zero_hide_nothing() -> None:
+    net = ZeroInit()
+    assert not find_units(net, torch.randn(4, 8)).units
+    assert not net.second.weight.any()
 
 
 def test_outputs_that_differ_from_run_to_run_tell_nothing() -> None:

@@ -1,5 +1,6 @@
 """Closed units leave the model, and nothing else changes."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -290,21 +291,40 @@ class FusedAttention(GroupedAttention):
         super().__init__()
         del self.q, self.kv
         self.config = {"heads": self.heads}
+        self.kernel: Any = None
         self.qkv = nn.Linear(8, 2 * (self.heads + 2 * self.groups))
 
     def forward(self, x: Tensor) -> Tensor:
         made, at = self.qkv(x), 2 * self.config["heads"]
         parts = made[..., :at], *made[..., at:].tensor_split([2 * self.groups], -1)
         q, k, v = (part.unflatten(-1, (part.shape[-1] // 2, 2)).transpose(1, 2) for part in parts)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = self.out(self.kernel(q, k, v).transpose(1, 2).flatten(-2))
         return out
 
 
-def test_no_trial_runs_attention_without_heads() -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixed: Tensor = torch.jit.script(attend)(q, k, v)
+    return mixed
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, enable_gqa=True)[0]
+    return mixed
+
+
+@pytest.mark.parametrize("kernel", [attend, scripted, by_products])
+def test_no_trial_runs_attention_without_heads(kernel: Any) -> None:
     """Where key heads are none, torch divides by zero, which ends the process."""
     x = torch.randn(2, 5, 8)
-    net = gated(FusedAttention().eval(), x, heads=STATIC)
+    net = FusedAttention().eval()
+    net.kernel = kernel
+    net = gated(net, x, heads=STATIC)
     result: Any = compact(net, x)
     assert "1 closed heads stay" in result.notes[0]
     torch.testing.assert_close(result.model(x), net(x))

@@ -16,7 +16,7 @@ from zoo import ZOO, Architecture, run
 from zoo_builders import hugging_face
 from zoo_language import GROUPED
 
-from dg_lightning import add_gates, gate_layers, remove_gates
+from dg_lightning import add_gates, gate_layers, param_groups, remove_gates
 from dg_lightning.callbacks import AddGates, GatePenalty, RigL
 from dg_lightning.compute import ComputeLedger
 from dg_lightning.compute.whole_net import CountWholeNet
@@ -255,7 +255,7 @@ class Lit(pl.LightningModule):
         return first.square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(param_groups(self, lr=1e-3, gate_lr_factor=100.0))
 
 
 @pytest.mark.parametrize("name", [name for name, case in ZOO.items() if case.resumes])
@@ -263,7 +263,7 @@ def test_it_trains_with_callbacks_and_resumes(name: str, tmp_path: Any) -> None:
     def fit(steps: int, path: Any) -> dict[str, Tensor]:
         _, model, example, wanted = built(name)
         callbacks = [
-            AddGates(**wanted, module="model", example=example, learning_rate=0.1),
+            AddGates(**wanted, module="model", example=example),
             GatePenalty(weight=100.0),
             RigL(0.5, every_n_steps=1, until=1.0),
         ]

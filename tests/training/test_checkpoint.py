@@ -1,6 +1,7 @@
 """What is refused in a checkpoint, in one clear line each."""
 
 import io
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from hostile import doubled, endless_list, memory_limit, time_limit
 from torch import Tensor, nn
 
-from dg_lightning import GatedClassifier, GatedMLP
+from dg_lightning import GatedClassifier, GatedMLP, GatedRegressor
 from dg_lightning.surgery import find_units, restore_gates
 from dg_lightning.training.checkpoint import read_checkpoint
 
@@ -100,6 +101,21 @@ BAD_WEIGHTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", BAD_WEIGHTS)
 def test_weights_that_are_no_finite_numbers_are_refused(name: str) -> None:
     message_of(with_weight(BAD_WEIGHTS[name]()), WEIGHT)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1 + 5j])
+@pytest.mark.parametrize("name", ["target_mean", "target_std", "net.hidden.0.gate.threshold"])
+def test_buffers_that_are_no_finite_numbers_are_refused(name: str, value: Any) -> None:
+    net: Any = {
+        "class_path": "dg_lightning.GatedMLP",
+        "init_args": {"hidden": [4], "gate": {"kind": "static"}},
+    }
+    model = GatedRegressor(net=net, input_shape=[3])
+    found = checkpoint(state_dict=dict(model.state_dict()), hyper_parameters=dict(model.hparams))
+    found["state_dict"][name] = torch.tensor(value)
+    torch.save(found, "a.ckpt")
+    with pytest.raises(ValueError, match=re.escape(name)):
+        GatedRegressor.load_from_checkpoint("a.ckpt")
 
 
 @pytest.mark.parametrize("entries", [3 * 10**10, 3 * 10**15])
