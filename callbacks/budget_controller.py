@@ -199,11 +199,9 @@ class BudgetController(Restored, Penalty):
     def _log_penalty(self, pl_module: Any) -> None:
         if any(is_due(pl_module.trainer, self._key(name, "penalty")) for name in self._regulators):
             penalised = self.term.usage if self._presses else None
-            if penalised is None:
-                usage = self._usage(self.term.last_rates())
-                usages = mean_over_ranks(pl_module.trainer, usage)
-            else:
-                usages = penalised
+            if penalised is None:  # on this rank: gates may run on some ranks only
+                penalised = self._usage(self.term.last_rates())
+            usages = mean_over_ranks(pl_module.trainer, penalised.double())
             for usage, (name, regulator) in zip(usages, self._regulators.items(), strict=True):
                 weight = regulator.multiplier.value if self._presses else 0.0
                 self._log(pl_module, name, penalty=usage, penalty_weight=weight)

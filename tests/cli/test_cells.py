@@ -116,7 +116,8 @@ def test_a_test_of_another_file_is_as_good(capsys: pytest.CaptureFixture[str]) -
         main(["test", *FIT, "--data.path=unlabelled.h5ad"])
     assert stopped.value.code == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dg-lightning: err")]
-    assert "obs has no column. `predict` needs no labels" in line
+    assert "`label_column`" in line
+    assert "`predict` needs no labels" in line
 
 
 @pytest.mark.slow
