@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dg_lightning import GatedMLP
 from dg_lightning.runtime import skip_closed_blocks
-from dg_lightning.runtime.compaction import median_seconds
+from dg_lightning.runtime.timing import median_seconds
 
 OPEN = 0.25
 LEAST = 0.05  # seconds per measurement: work is queued as in a real loop
@@ -86,7 +86,7 @@ def forward_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> di
         triton = copy.deepcopy(net)
         skip_closed_blocks(triton, "triton")
         runs |= {"dense graph": captured(dense, x), "graph": captured(triton, x)}
-    return median_seconds(runs, rounds, LEAST)
+    return median_seconds(runs, x.device, rounds, LEAST)
 
 
 def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
@@ -104,7 +104,7 @@ def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> d
         return go
 
     runs = {"dense": step(dense), "masked": step(net), "ours": step(fast)}
-    return median_seconds(runs, rounds, LEAST)
+    return median_seconds(runs, x.device, rounds, LEAST)
 
 
 @torch.no_grad()

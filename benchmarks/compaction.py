@@ -25,7 +25,8 @@ from torch import nn
 from dg_lightning.cli.runs import batches, load_data, load_inputs, load_net
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
-from dg_lightning.runtime.compaction import median_seconds, scores, without_gates
+from dg_lightning.runtime.compaction import scores, without_gates
+from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # required share of the predicted speed-up
 BATCHES = (1, 32, 1024)
@@ -47,7 +48,7 @@ def wide(rounds: int) -> Table:
         x = torch.randn(batch, 2048)
         with torch.inference_mode():
             runs = {"dense": partial(dense, x), "compact": partial(small, x)}
-            taken = median_seconds(runs, rounds)
+            taken = median_seconds(runs, cpu, rounds)
         gain, expected = taken["dense"] / taken["compact"], predicted_speed_up(net, x)
         cells = [f"{taken[way] * 1e3:.3f}" for way in ("dense", "compact")]
         shown = f"{gain / expected:.0%}"
@@ -86,7 +87,7 @@ def studies(folders: list[Path], rounds: int) -> Table:
                 x = inputs[:batch].contiguous()
                 with torch.inference_mode():
                     runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
-                    taken = median_seconds(runs, rounds)
+                    taken = median_seconds(runs, x.device, rounds)
                 cells.append(f"{taken['dense'] / taken['ours']:.2f}")
             tested = [] if data is None else scores([ours], batches(data, "test"))[1]
             right = "".join(f"{share:.2%}" for share in tested)

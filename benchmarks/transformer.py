@@ -26,7 +26,7 @@ from dg_lightning import GatedFeedForward, gate_layers
 from dg_lightning.layers import GPT
 from dg_lightning.layers.transformer import Block
 from dg_lightning.runtime import skip_closed_blocks
-from dg_lightning.runtime.compaction import median_seconds
+from dg_lightning.runtime.timing import median_seconds
 
 OPEN = 0.25
 SIZES = {  # tokens, width, block size
@@ -116,7 +116,7 @@ def compare(make: Callable[[bool, int, int], nn.Module], what: str, device: str)
                         runs[engine] = wrap(one)
                     else:
                         runs[engine] = with_engine(gated, one)
-                taken = median_seconds(runs, 9, LEAST)
+                taken = median_seconds(runs, torch.device(device), 9, LEAST)
                 ratios = {n: taken["dense"] / t for n, t in taken.items()}
                 best = max(ratio for n, ratio in ratios.items() if n != "auto")
                 cells = [f"{ratios[e]:.2f}" if e in ratios else "" for e in engines]
@@ -164,7 +164,7 @@ def generate(width: int, block: int, depth: int, length: int, rounds: int) -> No
         name: lambda net=net: net.generate(prompt, length)
         for name, net in (("dense", dense), ("gated", gated))
     }
-    taken = median_seconds(runs, rounds, 0.0)
+    taken = median_seconds(runs, torch.device("cpu"), rounds, 0.0)
     speeds = {name: length / seconds for name, seconds in taken.items()}
     print(f"d = {width}, {depth} blocks, batch 1, {torch.get_num_threads()} threads:")
     print(", ".join(f"{name} {speed:.1f} tokens a second" for name, speed in speeds.items()))

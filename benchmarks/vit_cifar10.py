@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dg_lightning import GatedClassifier
 from dg_lightning.datamodules import CIFAR10DataModule
 from dg_lightning.layers import VisionTransformer
-from dg_lightning.runtime.compaction import median_seconds
+from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.surgery import compact
 
 SHAPE = (3, 32, 32)
@@ -149,7 +149,7 @@ def speed(gated: Path, pruned_net: Path | None, device: str, dtype: torch.dtype)
     with torch.inference_mode():
         if device == "cuda":  # otherwise most of the time is launching kernels
             runs = {name: recorded(run) for name, run in runs.items()}
-        seconds = median_seconds(runs, 9)
+        seconds = median_seconds(runs, torch.device(device), 9)
     for name in nets:
         ratio = seconds["dense"] / seconds[name]
         of_dense, ms = share[name] / share["dense"], seconds[name] * 1e3

@@ -10,6 +10,15 @@ import yaml
 
 from dg_lightning.refusal import refusal
 
+__all__ = [
+    "config_name",
+    "config_path",
+    "config_summary",
+    "option_values",
+    "resolve_config_paths",
+    "shipped_configs",
+]
+
 
 def shipped_configs() -> list[str]:
     """List the short names of the shipped configs.

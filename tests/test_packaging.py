@@ -54,18 +54,6 @@ def checked(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_every_package_folder_is_listed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {"dg_lightning.callbacks": "callbacks", "dg_lightning.datamodules": "datamodules"}
-    found = {"dg_lightning.configs"}
-    for path in (ROOT / "dg_lightning").rglob("__init__.py"):
-        found.add(".".join(path.parent.relative_to(ROOT).parts))
-    for package, folder in folders.items():
-        for path in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([package, *path.parent.relative_to(ROOT / folder).parts]))
-    assert set(project["packages"]) == found
-
-
 def test_every_requirement_names_the_oldest_version_that_make_lowest_tests() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {k: v for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}

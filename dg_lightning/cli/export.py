@@ -35,12 +35,12 @@ from dg_lightning.runtime.compaction import (
     fastest_compact,
     freeze_gates,
     frozen_where_faster,
-    median_seconds,
     scores,
     usage_of,
     without_gates,
 )
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
+from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 _NEEDS = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
@@ -181,7 +181,7 @@ def _print_results(
         with torch.inference_mode():
             nets: dict[str, Run] = {"dense": dense, "masked": net, "file": exported.run}
             runs = {name: partial(run, x) for name, run in nets.items()}
-            seconds = median_seconds(runs)
+            seconds = median_seconds(runs, x.device)
         cells = [f"{seconds[name] * 1e3:.3f}" for name in ("dense", "masked", "file")]
         gains[size] = seconds["dense"] / seconds["file"]
         table.add_row(f"{size:,}", *cells, f"{gains[size]:.2f} x")

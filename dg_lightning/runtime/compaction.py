@@ -2,7 +2,6 @@
 
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 from torchmetrics.functional import r2_score
 
 from dg_lightning.gates import DynamicGate, Gate, StaticGate
 from dg_lightning.gates.policies import hard_gate, logit_for, open_probability, top_k_mask
 from dg_lightning.layers.mlp import GatedLinear, GatedMLP
 from dg_lightning.runtime.plain import GatedStep, build
+from dg_lightning.runtime.timing import median_seconds
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
 
@@ -469,33 +468,12 @@ def frozen_where_faster(
     return frozen, small
 
 
-def median_seconds(
-    runs: Mapping[str, Callable[[], object]], rounds: int = 15, min_seconds: float = 0.01
-) -> dict[str, float]:
-    """Return the median time per call of each function, measured in turns.
-
-    Args:
-        runs: The functions, by name.
-        rounds: Number of measurements of each function.
-        min_seconds: Minimum duration of a measurement; calls are repeated to reach it.
-    """
-    threads = torch.get_num_threads()
-    timers = {
-        n: Timer("run()", globals={"run": run}, num_threads=threads) for n, run in runs.items()
-    }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            times[name] += timer.blocked_autorange(min_run_time=min_seconds).times
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
 def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, float]:
     like = net.output.weight
     x = torch.randn(size, net.in_features, device=like.device, dtype=like.dtype)
     with torch.inference_mode():
         runs = {name: partial(candidate, x) for name, candidate in nets.items()}
-        return median_seconds(runs, rounds=7)
+        return median_seconds(runs, like.device, rounds=7)
 
 
 @torch.inference_mode()

@@ -9,17 +9,16 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.benchmark import Timer
 
 from dg_lightning.gates import Gate
 from dg_lightning.gates.policies import HARD_POLICIES
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.runtime.engines import FeedForward, dense, elementwise, run_blocks
+from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "triton"]
 
 _REMEASURE_AFTER = 1000  # uses; open rates change during training
-_QUEUED = 6  # calls of a measurement on a GPU, which overlap with launches as in a real loop
 _ENGINES = {"dense": dense, "blocks": run_blocks}
 
 
@@ -298,10 +297,10 @@ def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) ->
         torch.random.fork_rng([x.device] if x.is_cuda else []),
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
-        eager = {name: _seconds(run, x.device) for name, run in runs.items()}
+        eager = {name: shortest_seconds(run, x.device) for name, run in runs.items()}
         captured = eager
         if x.is_cuda:
-            captured = {name: _seconds_on_gpu(run, x.device) for name, run in runs.items()}
+            captured = {name: seconds_on_gpu(run, x.device) for name, run in runs.items()}
     return Fastest(min(eager, key=eager.__getitem__), min(captured, key=captured.__getitem__))
 
 
@@ -314,27 +313,3 @@ def _run_once(name: str, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bo
         out = run_gated(name, inputs, gate, net)
         weights = [t for t in (*net.tensors, *gate.parameters()) if t.requires_grad]
         torch.autograd.grad(out.sum(), [inputs, *weights], allow_unused=True)
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the time per call where the host launches kernels, after a warm-up."""
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    calls = _QUEUED if device.type == "cuda" else 1
-    return min(timer.timeit(calls).mean for _ in range(2))
-
-
-def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call on the GPU alone, as in a CUDA graph, after a warm-up call.
-
-    Other work keeps the GPU busy while the call is launched.
-    """
-    run()
-    busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(8):
-        busy @ busy
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3

@@ -24,9 +24,9 @@ from dg_lightning.callbacks import (
 from dg_lightning.rewiring import SparseLayer
 from dg_lightning.schedules import Clock, Schedule
 
-_agreement, _penalty_term, _sparse = (
+_shared, _penalty_term, sparse = (
     importlib.import_module(f"dg_lightning.callbacks.{name}")
-    for name in ("_agreement", "_penalty_term", "_sparse")
+    for name in ("_shared", "_penalty_term", "sparse")
 )
 
 
@@ -84,7 +84,7 @@ def test_two_that_prune(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [RigL(0.5), ModelPruning("l1_unstructured", amount=0.5)]
     short = vectors(count=32)  # four batches an epoch
     assert "both decide which weights are 0" in errors(Late(), both, short)["training"]
-    monkeypatch.setattr(_sparse, "refuse_other_masks", lambda *_: None)
+    monkeypatch.setattr(sparse, "refuse_other_masks", lambda *_: None)
     monkeypatch.setattr(SparseLayer, "refuse_if_replaced", lambda self: None)
     assert errors(Late(), both, short)
 
@@ -118,7 +118,7 @@ def test_what_passes_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not errors(ByHand(), [GatePenalty(0.1), RigL(0.5)])
     assert "self.optimizers()" in errors(RawStep(), [RigL(0.5)])["training"]
     assert "self.manual_backward(loss)" in errors(RawBackward(), [GatePenalty(0.1)])["training"]
-    for module in (_sparse, _penalty_term):
+    for module in (sparse, _penalty_term):
         monkeypatch.setattr(module, "refuse_uncounted_steps", lambda *_: None)
     monkeypatch.setattr(_penalty_term.PenaltyTerm, "watch_backward", lambda *_: None)
     assert "0 optimizer steps in 40 batches" in errors(RawStep(), [RigL(0.5)])["steps"]
@@ -229,5 +229,5 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_helpers_stay_where_they_are_put_back() -> None:
     """What the tests above take away must exist, else they would take nothing away."""
-    assert _sparse.refuse_other_masks is _agreement.refuse_other_masks
-    assert _penalty_term.refuse_uncounted_steps is _agreement.refuse_uncounted_steps
+    assert sparse.refuse_other_masks is _shared.refuse_other_masks
+    assert _penalty_term.refuse_uncounted_steps is _shared.refuse_uncounted_steps

@@ -1,0 +1,73 @@
+"""Time alternatives; torch.utils.benchmark would import setuptools and look for compilers."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+_QUEUED = 6  # calls of a measurement on a GPU, which overlap with launches as in a real loop
+
+
+def median_seconds(
+    runs: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 15,
+    min_seconds: float = 0.01,
+) -> dict[str, float]:
+    """Return the median time per call of each function, measured in turns.
+
+    Args:
+        runs: The functions, by name.
+        device: Device to synchronize before and after each measurement.
+        rounds: Number of measurements of each function.
+        min_seconds: Minimum duration of a measurement; calls are repeated to reach it.
+    """
+    repeats: dict[str, int] = {}
+    for name, run in runs.items():
+        _seconds(run, 3, device)
+        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(run, 3, device), 1e-9)))
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            taken[name].append(_seconds(run, repeats[name], device))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the shorter time per call of two measurements, after a warm-up call."""
+    run()
+    calls = _QUEUED if device.type == "cuda" else 1
+    return min(_seconds(run, calls, device) for _ in range(2))
+
+
+def seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call on the GPU alone, as in a CUDA graph, after a warm-up call.
+
+    Other work keeps the GPU busy while the call is launched.
+    """
+    run()
+    busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        busy @ busy
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _seconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
