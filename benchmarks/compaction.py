@@ -24,8 +24,8 @@ from torch import nn
 
 from dg_lightning.cli.runs import batches, load_data, load_inputs, load_net
 from dg_lightning.layers.mlp import GatedMLP
-from dg_lightning.runtime import compact, export, fastest_compact, frozen_where_faster
-from dg_lightning.runtime.compaction import scores, without_gates
+from dg_lightning.runtime import export, fastest_plain_net, freeze_if_faster, plain_net
+from dg_lightning.runtime.lowering import scores, without_gates
 from dg_lightning.runtime.timing import median_seconds
 
 LEAST = 0.9  # required share of the predicted speed-up
@@ -40,7 +40,7 @@ def wide(rounds: int) -> Table:
         [2048, 8192, 2048], 0.25, dynamic=False, block_size=1, device=cpu, dtype=torch.float32
     )
     dense = nn.Sequential(net.hidden[0].linear, nn.ReLU(), net.output)  # type: ignore[arg-type]
-    small = compact(net).net
+    small = plain_net(net).net
     table = Table(title="2048-8192-2048, 25% of the hidden units open, CPU")
     for column in ("batch", "dense ms", "compact ms", "speed-up", "predicted", "realised", "bar"):
         table.add_column(column, justify="right")
@@ -69,15 +69,15 @@ def studies(folders: list[Path], rounds: int) -> Table:
         net, data = load_net(str(path)), load_data(str(path), None)
         baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
         dense: GatedMLP = load_net(str(baseline[-1])) if baseline else without_gates(net)
-        plain_dense = fastest_compact(dense, BATCHES).net
+        plain_dense = fastest_plain_net(dense, BATCHES).net
         if data is None:
-            chosen, small = net, fastest_compact(net, BATCHES)
+            chosen, small = net, fastest_plain_net(net, BATCHES)
         else:
             seen = partial(batches, data, "validate")
-            chosen, small = frozen_where_faster(net, seen, BATCHES)
+            chosen, small = freeze_if_faster(net, seen, BATCHES)
         rows = {f"{dataset}/{variant}": (chosen, small)}
         if chosen is not net:
-            rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_compact(net, BATCHES))
+            rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_plain_net(net, BATCHES))
         inputs = load_inputs(str(path), max(BATCHES))
         for name, (meant, made) in rows.items():
             with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from dg_lightning.checking.check import check
     from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
     from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP, SwitchMoE
-    from dg_lightning.surgery import add_gates, remove_gates
+    from dg_lightning.surgery import add_gates, compact, convert, remove_gates
     from dg_lightning.training import (
         CapturedSteps,
         GatedClassifier,
@@ -32,6 +32,8 @@ __all__ = [
     "__version__",
     "add_gates",
     "check",
+    "compact",
+    "convert",
     "gate_layers",
     "param_groups",
     "penalty",
@@ -55,6 +57,8 @@ _HOMES = {
     "SwitchMoE": "layers",
     "add_gates": "surgery",
     "check": "checking",
+    "compact": "surgery",
+    "convert": "surgery",
     "gate_layers": "gates",
     "param_groups": "training",
     "penalty": "budget",

@@ -28,18 +28,18 @@ from dg_lightning.cli.runs import (
     resolve_checkpoint,
 )
 from dg_lightning.refusal import refusal
-from dg_lightning.runtime.compaction import (
+from dg_lightning.runtime.export import Exported, Format, check_inputs, export
+from dg_lightning.runtime.lowering import (
     FREEZE_USAGE,
     MAX_ACCURACY_LOSS,
-    Compact,
-    fastest_compact,
+    PlainNet,
+    block_usage,
+    fastest_plain_net,
     freeze_gates,
-    frozen_where_faster,
+    freeze_if_faster,
     scores,
-    usage_of,
     without_gates,
 )
-from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
@@ -139,17 +139,17 @@ def run_export(args: list[str]) -> None:
 
 def _compact_net(
     net: GatedMLP, given: Any, sizes: list[int], held_out: Batches | None
-) -> tuple[GatedMLP, Compact]:
+) -> tuple[GatedMLP, PlainNet]:
     """Return the net that the file must match, with all requested changes, and its compact form."""
     if held_out is None or (given.freeze_gates is False and not given.min_usage):
-        return net, fastest_compact(net, sizes)
+        return net, fastest_plain_net(net, sizes)
     if given.freeze_gates == "auto" and not given.min_usage:
-        return frozen_where_faster(net, held_out, sizes, given.max_loss)
-    usage = usage_of(net, (x for x, _ in held_out()))
+        return freeze_if_faster(net, held_out, sizes, given.max_loss)
+    usage = block_usage(net, (x for x, _ in held_out()))
     if given.freeze_gates is True:
         frozen = freeze_gates(net, usage, given.min_usage or FREEZE_USAGE)
-        return frozen, fastest_compact(frozen, sizes)
-    compacted = fastest_compact(net, sizes, usage=usage, min_usage=given.min_usage)
+        return frozen, fastest_plain_net(frozen, sizes)
+    compacted = fastest_plain_net(net, sizes, usage=usage, min_usage=given.min_usage)
     return _close_rare_blocks(net, usage, given.min_usage), compacted
 
 
@@ -164,14 +164,14 @@ def _close_rare_blocks(net: GatedMLP, usage: dict[str, Tensor], min_usage: float
 
 
 def _print_results(
-    net: GatedMLP, compacted: Compact, exported: Exported, sizes: list[int], shape: list[int]
+    net: GatedMLP, compacted: PlainNet, exported: Exported, sizes: list[int], shape: list[int]
 ) -> dict[int, float]:
     """Print size, accuracy and speed of the file; return the speed-up by batch size."""
     for name, (before, after) in compacted.units.items():
         print(f"{name}: {after:,} of {before:,} are left.")
     for note in compacted.notes:
         print(note)
-    dense = fastest_compact(without_gates(net), sizes).net
+    dense = fastest_plain_net(without_gates(net), sizes).net
     table = Table(box=box.SIMPLE)
     for column in ("batch", "dense ms", "masked ms", "file ms", "file against dense"):
         table.add_column(column, justify="right")

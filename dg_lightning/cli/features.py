@@ -18,7 +18,7 @@ from dg_lightning.cli.errors import OneLineErrorParser
 from dg_lightning.cli.runs import add_run_options, batches, checkpoint_of, load_data, load_net
 from dg_lightning.files import replacing, write_csv
 from dg_lightning.refusal import refusal
-from dg_lightning.runtime.compaction import scores
+from dg_lightning.runtime.lowering import scores
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 _SHOWN_GENES = 6  # genes per cell type in the terminal

@@ -1,23 +1,23 @@
-"""Fast inference of trained nets: compaction, skipped blocks and export."""
+"""Fast inference of trained nets: plain layers, skipped blocks and export."""
 
-from dg_lightning.runtime.compaction import (
-    Compact,
-    compact,
-    fastest_compact,
-    freeze_gates,
-    frozen_where_faster,
-    usage_of,
-)
 from dg_lightning.runtime.export import export
+from dg_lightning.runtime.lowering import (
+    PlainNet,
+    block_usage,
+    fastest_plain_net,
+    freeze_gates,
+    freeze_if_faster,
+    plain_net,
+)
 from dg_lightning.runtime.skipping import skip_closed_blocks
 
 __all__ = [
-    "Compact",
-    "compact",
+    "PlainNet",
+    "block_usage",
     "export",
-    "fastest_compact",
+    "fastest_plain_net",
     "freeze_gates",
-    "frozen_where_faster",
+    "freeze_if_faster",
+    "plain_net",
     "skip_closed_blocks",
-    "usage_of",
 ]

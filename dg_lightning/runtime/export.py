@@ -1,4 +1,4 @@
-"""Export of compact nets to files that run without dg_lightning, verified after writing."""
+"""Export of plain nets to files that run without dg_lightning, verified after writing."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dg_lightning.files import replacing, write_text
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import plain
-from dg_lightning.runtime.compaction import Compact
+from dg_lightning.runtime.lowering import PlainNet
 
 Format: TypeAlias = Literal["safetensors", "pt2", "onnx"]
 _SUFFIXES = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
@@ -46,17 +46,17 @@ class Exported:
 
 def export(
     net: nn.Module,
-    compacted: Compact,
+    made: PlainNet,
     format: Format,
     output: Path,
     x: Tensor | None = None,
     preparation: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write a compact net, load it again, and compare it with the original net.
+    """Write a plain net, load it again, and compare it with the original net.
 
     Args:
         net: The trained net with its gates.
-        compacted: Its compact form, from `compact`.
+        made: Its plain form, from `plain_net`.
         format: `safetensors`: weights with their recipe, and a Python file that loads them without
             dg_lightning. `pt2`: a `torch.export` program. `onnx`.
         output: The file; a missing suffix is added.
@@ -79,19 +79,19 @@ def export(
     if output.is_dir():
         raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
     output = output if output.suffix == suffix else output.with_name(output.name + suffix)
-    companions = _companion_files(output, compacted) if format == "safetensors" else {}
-    plain_net = copy.deepcopy(compacted.net).cpu().float().eval()
+    companions = _companion_files(output, made) if format == "safetensors" else {}
+    small = copy.deepcopy(made.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
     if x is None:
         if not isinstance(net, GatedMLP):
             raise TypeError(f"For a {type(net).__name__}, give inputs to compare on as `x`.")
-        x = check_inputs(compacted, net)
+        x = check_inputs(made, net)
     x = x.cpu().float()
     writer = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
     extra = json.dumps(preparation)
     with replacing(output) as unfinished:
         try:
-            writer(plain_net, compacted, unfinished, x, extra)
+            writer(small, made, unfinished, x, extra)
         except Exception as error:  # writers raise different errors for a full disk
             if not isinstance(error, OSError) and "os error" not in str(error).lower():
                 raise
@@ -114,10 +114,10 @@ def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -
     return float((run(x) - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def _companion_files(output: Path, compacted: Compact) -> dict[Path, str]:
+def _companion_files(output: Path, made: PlainNet) -> dict[Path, str]:
     """Return the files beside the weights; refuse to overwrite files that are not ours."""
     loader = Path(plain.__file__).read_text("utf-8")
-    recipe = json.dumps({"format": 1, "steps": compacted.steps}, indent=2) + "\n"
+    recipe = json.dumps({"format": 1, "steps": made.steps}, indent=2) + "\n"
     texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}
     for path, text in texts.items():
         start = text.splitlines()[0]
@@ -127,7 +127,7 @@ def _companion_files(output: Path, compacted: Compact) -> dict[Path, str]:
 
 
 @torch.no_grad()
-def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> Tensor:
+def check_inputs(made: PlainNet, net: GatedMLP, samples: int = _SAMPLES) -> Tensor:
     """Sample inputs for which no gate is so close to its threshold that rounding decides."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4 * samples, net.in_features, generator=generator)
@@ -144,10 +144,10 @@ def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> 
             gap = ranked[:, min_open - 1] - ranked[:, min_open]
             is_stable &= (gap > _MARGIN) | (gap == 0)  # ties are resolved by index
 
-    steps = [m for m in compacted.net if isinstance(m, plain.GatedStep)]
+    steps = [m for m in made.net if isinstance(m, plain.GatedStep)]
     hooks = [step.register_forward_pre_hook(check_margins) for step in steps]
-    like = next(compacted.net.parameters())
-    compacted.net(x.to(like.device, like.dtype))
+    like = next(made.net.parameters())
+    made.net(x.to(like.device, like.dtype))
     for hook in hooks:
         hook.remove()
     if not is_stable.any():
@@ -158,15 +158,15 @@ def check_inputs(compacted: Compact, net: GatedMLP, samples: int = _SAMPLES) -> 
     return x[is_stable][:samples]
 
 
-def _safetensors(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
+def _safetensors(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) -> None:
     from safetensors.torch import save_file
 
-    recipe = json.dumps({"format": 1, "steps": compacted.steps})
+    recipe = json.dumps({"format": 1, "steps": made.steps})
     weights = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
     save_file(weights, path, {"recipe": recipe, "preparation": extra})
 
 
-def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
+def _pt2(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
     content = io.BytesIO()  # torch would abort the process if it cannot write a file
@@ -174,7 +174,7 @@ def _pt2(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: s
     path.write_bytes(content.getvalue())
 
 
-def _onnx(net: nn.Sequential, compacted: Compact, path: Path, x: Tensor, extra: str) -> None:
+def _onnx(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) -> None:
     # Silence warnings about operators of other packages.
     logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     program = torch.onnx.export(

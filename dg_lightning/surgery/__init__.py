@@ -5,13 +5,13 @@ callbacks then train. `remove_gates` takes them out; `compact` takes out what th
 `convert` makes a trained Transformer decide token by token what to run.
 """
 
-from .compaction import Compact, compact, load_compact, save_compact
+from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
 from .finding import Found, Units, find_units
 from .gating import add_gates, remove_gates, restore_gates
 
 __all__ = [
-    "Compact",
+    "CompactModel",
     "Converted",
     "Found",
     "Units",

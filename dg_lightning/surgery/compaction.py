@@ -8,7 +8,7 @@ only if the model's outputs stay the same.
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.files import replacing, write_text
 from dg_lightning.gates import Gate, set_connections
-from dg_lightning.surgery.finding import Units
+from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
+from dg_lightning.surgery.finding import Found, Units, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
 from dg_lightning.surgery.watching import Watch
 
@@ -178,7 +179,7 @@ _MOST_ATTRIBUTES = 8  # that are tried in all combinations
 
 
 @dataclass
-class Compact:
+class CompactModel:
     """A model without its closed units.
 
     Args:
@@ -238,15 +239,16 @@ def compact(
     *,
     more_examples: Sequence[Any] = (),
     multiple: int = 1,
-) -> Compact:
-    """Return a copy of a model without gates and without what they close.
+) -> CompactModel:
+    """Return a copy of a model without its static gates and without what they close.
 
     The outputs for the examples are compared: what cannot be taken out without changing them stays,
-    as weights of 0, and is noted. The model itself is not changed.
+    as weights of 0, and is noted. The model itself is not changed. Gates of our own layers that
+    depend on the input, or whose units a norm or another gate reads too, stay.
 
     Args:
-        model: A model with static gates of `add_gates`.
-        example: What it is called with, see `find_units`.
+        model: A model with static gates, of `add_gates` or of our own layers.
+        example: What it is called with, see `find_units`; random inputs for a `GatedMLP` if None.
         more_examples: Further examples, which take other branches of the model.
         multiple: Keep closed feed-forward units and channels, with weights of 0, until their number
             is a multiple of this: GPUs multiply matrices of odd sizes slowly.
@@ -263,29 +265,34 @@ def compact(
     )
     """
     small = copy.deepcopy(model)
-    gated = gated_units(small)
-    if not gated:
-        raise ValueError(
-            f"{type(model).__name__} has no gates of `add_gates` to take units out by."
-        )
-    for name, (_, gate) in gated.items():
+    if example is None and isinstance(model, GatedMLP):
+        example = torch.randn(2, model.in_features)
+    added, own = gated_units(small), _own_gates(small)
+    if not added and not own:
+        raise ValueError(f"{type(model).__name__} has no static gates to take units out by.")
+    for name, (_, gate) in added.items():
         if gate.input_dependent:
             raise ValueError(
-                f"The gate of {name} looks at the input, so each of its units may be needed: only "
-                "what static gates close can be taken out."
+                f"The gate of {name} depends on the input, so each of its units may be needed: "
+                "only what static gates close can be taken out."
             )
     for child in small.modules():
-        set_connections(child, None)  # of another shape soon; missing connections have weights of 0
-    watch = Watch(small, [example, *more_examples])
-    expected = watch.look(*gated)
-    remove_gates(small)
+        set_connections(child, None)  # the shapes are about to change; missing ones weigh 0
+    examples = [example, *more_examples]
+    watch = Watch(small, examples)
+    names = [*added, *(name for name in own if name not in added)]
+    expected = watch.look(*names)
+    if added:
+        remove_gates(small)
+    gated, notes = _without_own_gates(small, own, examples)
+    gated |= added
     is_open = {name: _close_for_good(small, *gated[name], multiple) for name in gated}
-    if not watch.is_same(expected, *gated):
+    if not watch.is_same(expected, *names):
         raise ValueError(
             f"With weights of 0 in place of closed units {type(model).__name__} does not compute "
-            "the same: are weights shared, or made of others?"
+            "the same: check for shared or parametrized weights."
         )
-    result = Compact(small, unused=watch.unused_parameters())
+    result = CompactModel(small, notes=notes, unused=watch.unused_parameters())
     for name, (units, gate) in gated.items():
         if not is_open[name].all():
             _take_out(result, units, is_open[name], watch)
@@ -295,6 +302,39 @@ def compact(
             )
     result.hook = explain_shape_errors(small)
     return result
+
+
+def _own_gates(model: nn.Module) -> dict[str, Any]:
+    """Return our own layers with a static gate, by the map that reads its units."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, Any] = {}
+    for layer in model.modules():
+        if not isinstance(layer, GatedLinear | GatedFeedForward):
+            continue
+        gate = layer.gate
+        if isinstance(gate, Gate) and not gate.input_dependent:
+            consumers = [names[c] for c in gate.feeds.consumers if c in names]
+            found |= dict.fromkeys(consumers, layer)
+    return found
+
+
+def _without_own_gates(
+    model: nn.Module, own: Mapping[str, Any], examples: Sequence[Any]
+) -> tuple[dict[str, tuple[Units, Gate]], list[str]]:
+    """Take gates out of our own layers; return their units, and why others stay."""
+    gates = {name: layer.gate for name, layer in own.items()}
+    for layer in own.values():
+        layer.gate = None
+    found = find_units(model, examples[0], examples[1:]) if own else Found({}, {}, {})
+    gated, notes = {}, []
+    for name, layer in own.items():
+        if name in found.units and found.units[name].size == gates[name].units:
+            gated[name] = found.units[name], gates[name]
+        else:
+            layer.gate = gates[name]
+            reason = found.left_alone.get(name, "other units than its own are read there")
+            notes.append(f"{name}: its gate stays, {reason}.")
+    return gated, notes
 
 
 def explain_shape_errors(model: nn.Module) -> RemovableHandle:
@@ -327,7 +367,7 @@ def _close_for_good(model: nn.Module, units: Units, gate: Gate, multiple: int) -
     return torch.zeros_like(is_open).index_fill(0, kept, True)
 
 
-def _take_out(result: Compact, units: Units, is_open: Tensor, watch: Watch) -> None:
+def _take_out(result: CompactModel, units: Units, is_open: Tensor, watch: Watch) -> None:
     expected = watch.look(units.consumer)
     edit = Edit(result.model)
     edit.shrink(units, is_open)
@@ -364,7 +404,7 @@ def _subsets(items: list[Any]) -> Iterator[tuple[Any, ...]]:
 _FORMAT = "dg_lightning compact model, version 1"
 
 
-def save_compact(result: Compact, path: str | Path) -> None:
+def save_compact(result: CompactModel, path: str | Path) -> None:
     """Write the weights of a compact model to `path`, and its recipe beside it.
 
     The recipe, `<path>.json`, holds every number of a module that is not what the model's

@@ -84,7 +84,7 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     def seconds(runs: Any, *_: Any, **__: Any) -> dict[str, float]:
         return {name: gated if name == "ours" else 1.0 for name in runs}
 
-    monkeypatch.setattr("dg_lightning.runtime.compaction.median_seconds", seconds)
+    monkeypatch.setattr("dg_lightning.runtime.lowering.median_seconds", seconds)
 
     def export(*options: str) -> tuple[str, bool]:
         """Return what is said, and whether the file looks at its input to decide."""

@@ -9,7 +9,7 @@ import torch
 from gated_nets import randomised
 
 from dg_lightning import GatedMLP
-from dg_lightning.runtime import compact, export
+from dg_lightning.runtime import export, plain_net
 from dg_lightning.runtime.export import check_inputs
 from dg_lightning.runtime.plain import GatedStep, load
 
@@ -40,7 +40,7 @@ def test_what_is_read_back_is_the_net_for_every_batch_size(
         pytest.importorskip(package)
     net = net_with(GATES[gate])
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    made = compact(net)
+    made = plain_net(net)
     exported = export(net, made, format, tmp_path / "folder" / "net")
     assert exported.files[0] == tmp_path / "folder" / f"net.{format}"
     assert exported.difference < 1e-5
@@ -55,7 +55,7 @@ def test_what_is_read_back_is_the_net_for_every_batch_size(
 def test_safetensors_load_without_us(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     net = net_with(FLOOR)
-    made = compact(net)
+    made = plain_net(net)
     exported = export(net, made, "safetensors", tmp_path / "net")
     assert [path.name for path in exported.files] == [
         "net.safetensors",
@@ -82,7 +82,7 @@ def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_differs_is_not_called_done(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     net = net_with(STATIC)
-    made = compact(net)
+    made = plain_net(net)
     last: Any = made.net[-1]
     last.bias += 1.0
     (tmp_path / "net.safetensors").write_text("the one of yesterday")
@@ -96,7 +96,7 @@ def test_a_file_that_differs_is_not_called_done(tmp_path: Path) -> None:
 
 def test_inputs_for_the_check_stay_away_from_the_edge() -> None:
     net = net_with([FLOOR, STATIC])
-    made = compact(net)
+    made = plain_net(net)
     x = check_inputs(made, net)
     step: Any = next(module for module in made.net if isinstance(module, GatedStep))
     h = made.net[1](x)  # the inputs that are read
@@ -109,12 +109,12 @@ def test_a_file_of_the_users_is_not_written_over(tmp_path: Path) -> None:
     net = net_with(STATIC)
     (tmp_path / "load_net.py").write_text("import mine")
     with pytest.raises(ValueError, match="is there already and not ours"):
-        export(net, compact(net), "safetensors", tmp_path / "net")
+        export(net, plain_net(net), "safetensors", tmp_path / "net")
     (tmp_path / "load_net.py").unlink()
     for _ in range(2):  # our own may be
-        export(net, compact(net), "safetensors", tmp_path / "net")
+        export(net, plain_net(net), "safetensors", tmp_path / "net")
     with pytest.raises(ValueError, match="`output` must be a file"):
-        export(net, compact(net), "safetensors", Path("."))
+        export(net, plain_net(net), "safetensors", Path("."))
 
 
 def test_gates_on_the_edge_for_every_input_are_said_so() -> None:
@@ -122,4 +122,4 @@ def test_gates_on_the_edge_for_every_input_are_said_so() -> None:
     net = GatedMLP(6, [4], 2, gate=gate).eval()
     net.layers()[0].gate.network[0].bias.data.zero_()  # type: ignore[union-attr,index]
     with pytest.raises(ValueError, match="stands on its edge for every input"):
-        check_inputs(compact(net), net)
+        check_inputs(plain_net(net), net)

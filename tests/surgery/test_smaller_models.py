@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 from zoo import GroupedAttention, run
 
-from dg_lightning import add_gates, gate_layers
-from dg_lightning.layers import VisionTransformer
+from dg_lightning import (
+    GatedClassifier,
+    GatedMLP,
+    StaticGate,
+    add_gates,
+    gate_layers,
+)
+from dg_lightning.layers import GPT, VisionTransformer
 from dg_lightning.surgery import compact, load_compact, save_compact
 
 STATIC: Any = {"kind": "static"}
@@ -137,12 +143,12 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_only_static_gates_tell_what_is_never_needed() -> None:
-    with pytest.raises(ValueError, match="has no gates"):
+    with pytest.raises(ValueError, match="Sequential"):
         compact(mlp(), X)
     net = mlp()
     dynamic: Any = {"kind": "dynamic"}
     add_gates(net, feed_forward=dynamic, example=X)
-    with pytest.raises(ValueError, match="The gate of 3 looks at the input"):
+    with pytest.raises(ValueError, match="The gate of 3 "):
         compact(net, X)
 
 
@@ -213,7 +219,7 @@ def test_shared_weights_are_refused() -> None:
     net = Shares().eval()
     add_gates(net, feed_forward=STATIC, pairs=[("a", "b")])
     net.b.dg_gate.logit.data[::2] = -1.0  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match="does not compute the same: are weights shared"):
+    with pytest.raises(ValueError, match="Shares"):
         compact(net, X)
 
 
@@ -407,3 +413,68 @@ def test_a_number_that_only_longer_inputs_need_stays() -> None:
     assert result.units == {"second": (6, 3)}
     assert result.model.reach == 6
     torch.testing.assert_close(result.model(long), net(long))
+
+
+def own_net(**options: Any) -> GatedMLP:
+    torch.manual_seed(0)
+    net = GatedMLP(6, [8, 5], 3, **{"gate": STATIC, **options}).eval()
+    for layer in net.layers():
+        if isinstance(layer.gate, StaticGate):
+            layer.gate.logit.data[::2] = -1.0
+    return net
+
+
+@pytest.mark.parametrize(
+    ("options", "widths"),
+    [
+        ({}, [4, 2]),
+        ({"gate": [STATIC, None]}, [4, 5]),
+        ({"norm": "batch"}, [4, 2]),
+        ({"activation": "gelu", "dropout": 0.5}, [4, 2]),
+        ({"gate": [{**STATIC, "block_size": 4}, {**STATIC, "scale": "probability"}]}, [4, 2]),
+        ({"input_gate": STATIC}, [4, 2]),
+    ],
+    ids=str,
+)
+def test_static_gates_of_our_own_layers_are_taken_out(options: Any, widths: list[int]) -> None:
+    net = own_net(**options)
+    result: Any = compact(net)
+    assert not result.notes
+    assert [layer.linear.out_features for layer in result.model.layers()] == widths
+    assert all(layer.gate is None for layer in result.model.layers())
+    x = torch.randn(7, 6)
+    torch.testing.assert_close(result.model(x), net(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"norm": "layer"}, {"gate": [STATIC, {"kind": "dynamic"}]}],
+    ids=["a norm reads all units", "a gate reads the units too"],
+)
+def test_units_that_others_read_stay_with_their_gate(options: Any) -> None:
+    net = own_net(**options)
+    result: Any = compact(net)
+    assert any(note.startswith("hidden.1.linear: its gate stays") for note in result.notes)
+    assert isinstance(result.model.hidden[0].gate, StaticGate)
+    x = torch.randn(7, 6)
+    torch.testing.assert_close(result.model(x), net(x))
+
+
+def test_a_classifier_and_a_transformer_of_ours_become_smaller() -> None:
+    torch.manual_seed(0)
+    gpt = GPT([10], 30, width=16, depth=2, heads=2, hidden=32, gate=STATIC)
+    spec: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [8], "gate": STATIC}}
+    classifier = GatedClassifier(spec, input_shape=[6], num_classes=3)
+    for model, x in ((gpt, torch.randint(30, (2, 10))), (classifier, torch.randn(2, 6))):
+        for gate in gate_layers(model.eval()).values():
+            gate.logit.data[::2] = -1.0  # type: ignore[attr-defined]
+        result: Any = compact(model, x)
+        assert not result.notes
+        count = [sum(p.numel() for p in m.parameters()) for m in (model, result.model)]
+        assert count[1] < count[0]
+        torch.testing.assert_close(result.model(x), model(x))
+
+
+def test_a_net_without_static_gates_has_nothing_to_take_out() -> None:
+    with pytest.raises(ValueError, match="GatedMLP"):
+        compact(GatedMLP(6, [8], 3, gate={"kind": "dynamic"}))

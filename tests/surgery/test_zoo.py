@@ -20,7 +20,7 @@ from dg_lightning import add_gates, gate_layers, param_groups, remove_gates
 from dg_lightning.callbacks import AddGates, GatePenalty, RigL
 from dg_lightning.compute import ComputeLedger
 from dg_lightning.compute.whole_net import CountWholeNet
-from dg_lightning.surgery import Compact, compact, find_units, load_compact, save_compact
+from dg_lightning.surgery import CompactModel, compact, find_units, load_compact, save_compact
 from dg_lightning.surgery.recording import arguments_of
 
 STATIC: Any = {"kind": "static"}
@@ -119,7 +119,7 @@ class Subject:
         self.count = count.result(samples(self.example))
 
     @cached_property
-    def compact(self) -> Compact:
+    def compact(self) -> CompactModel:
         return compact(self.model, self.example)
 
 

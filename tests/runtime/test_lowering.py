@@ -8,13 +8,13 @@ from torch import nn
 
 from dg_lightning import GatedMLP, SwitchMoE
 from dg_lightning.runtime import (
-    compact,
-    fastest_compact,
+    block_usage,
+    fastest_plain_net,
     freeze_gates,
-    frozen_where_faster,
-    usage_of,
+    freeze_if_faster,
+    plain_net,
 )
-from dg_lightning.runtime.compaction import without_gates
+from dg_lightning.runtime.lowering import without_gates
 
 STATIC: Any = {"kind": "static"}
 GATES: Any = {
@@ -84,7 +84,7 @@ def test_the_compact_net_is_the_masked_one(gate: Any, activation: Any) -> None:
         net = net_with(GATES[gate], norm, input_norm, input_gate, activation)
         before = {name: value.clone() for name, value in net.state_dict().items()}
         for multiple in (1, 8):
-            made = compact(net, selects_inputs=selects, multiple=multiple)
+            made = plain_net(net, selects_inputs=selects, multiple=multiple)
             x = torch.randn(30, 24, dtype=torch.float64)
             torch.testing.assert_close(made.net(x), net(x))
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -99,7 +99,7 @@ def test_units_of_a_small_net_by_hand() -> None:
         layer.gate.logit.copy_(torch.tensor([1.0, 1, -1]))  # the third unit is closed
         net.output.weight.copy_(torch.tensor([[3.0, 4, 7]]))
         net.output.bias.fill_(1.0)
-    made = compact(net)
+    made = plain_net(net)
     # The second unit says relu(2) = 2, always: 4 x 2 more in the bias. Only the first input counts.
     assert made.units == {"inputs": (3, 1), "hidden.0": (3, 1)}
     steps: Any = list(made.net)
@@ -110,7 +110,7 @@ def test_units_of_a_small_net_by_hand() -> None:
 
 
 def test_a_layer_norm_keeps_its_units_and_says_so() -> None:
-    made = compact(net_with(STATIC, norm="layer", input_norm="layer", input_gate=STATIC))
+    made = plain_net(net_with(STATIC, norm="layer", input_norm="layer", input_gate=STATIC))
     assert made.units == {}
     assert any(note.startswith("hidden.0: all 20 units stay") for note in made.notes)
     assert any(note.startswith("input_gate: no input is left out") for note in made.notes)
@@ -119,7 +119,7 @@ def test_a_layer_norm_keeps_its_units_and_says_so() -> None:
 def test_nothing_is_left_but_one_unit_where_all_are_closed() -> None:
     net: Any = GatedMLP(4, [8], 3, gate=STATIC)
     net.layers()[0].gate.logit.data.fill_(-1)
-    made = compact(net)
+    made = plain_net(net)
     x = torch.randn(5, 4)
     assert made.units["hidden.0"] == (8, 1)
     torch.testing.assert_close(made.net(x), net.output.bias.expand(5, 3))
@@ -133,11 +133,11 @@ def test_blocks_that_are_hardly_ever_open_go() -> None:
         gate.network[0].weight[0, 0] = 1.0
         gate.network[0].bias.copy_(torch.tensor([-1.5, 9.0, 9.0, -9.0]))
     x = torch.randn(1000, 6)
-    usage = usage_of(net, x.split(300))
+    usage = block_usage(net, x.split(300))
     share = (x[:, 0] > 1.5).float().mean()
     torch.testing.assert_close(usage["hidden.0"], torch.tensor([share, 1.0, 1.0, 0.0]))
-    assert compact(net, usage=usage, min_usage=0.01).units == {"hidden.0": (8, 6)}
-    made = compact(net, usage=usage, min_usage=0.5)
+    assert plain_net(net, usage=usage, min_usage=0.01).units == {"hidden.0": (8, 6)}
+    made = plain_net(net, usage=usage, min_usage=0.5)
     assert made.units == {"hidden.0": (8, 4)}
     closed = x[:, 0] < 1.4  # here nothing has changed
     torch.testing.assert_close(made.net(x[closed]), net(x[closed]))
@@ -154,13 +154,13 @@ def test_a_frozen_gate_has_open_what_is_open_often_enough_and_looks_at_nothing()
         second.weight.zero_()
         second.bias.copy_(torch.tensor([9.0, -9.0]))
     x = torch.randn(1000, 6)
-    usage = usage_of(net, [x])
+    usage = block_usage(net, [x])
     before = {name: value.clone() for name, value in net.state_dict().items()}
     frozen = freeze_gates(net, usage, 0.5)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     same = x[:, 0] < 1.4
     torch.testing.assert_close(frozen(x[same]), net(x[same]))
-    made = compact(frozen)
+    made = plain_net(frozen)
     assert made.units == {"hidden.0": (8, 4), "hidden.1": (4, 2)}
     assert not any(step["kind"] == "gated" for step in made.steps)
     torch.testing.assert_close(made.net(x), frozen(x))
@@ -168,7 +168,7 @@ def test_a_frozen_gate_has_open_what_is_open_often_enough_and_looks_at_nothing()
     often = freeze_gates(net, usage, 0.01)
     opened = x[:, 0] > 1.6
     torch.testing.assert_close(often(x[opened]), net(x[opened]))
-    assert compact(often).units == {"hidden.0": (8, 6), "hidden.1": (4, 2)}
+    assert plain_net(often).units == {"hidden.0": (8, 6), "hidden.1": (4, 2)}
 
 
 @pytest.mark.parametrize("rule", [{"min_open": 3}, {"policy": "top_k", "k": 3}, {}])
@@ -201,12 +201,12 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
     gate.network[0].bias.fill_(9.0)
     gate.network[0].bias[0] = 0.0
     x = torch.randn(500, 6)
-    said, frozen_says = net(x).argmax(-1), freeze_gates(net, usage_of(net, [x]))(x).argmax(-1)
+    said, frozen_says = net(x).argmax(-1), freeze_gates(net, block_usage(net, [x]))(x).argmax(-1)
     lost = float((said != frozen_says).float().mean())
     assert 0 < lost < 1
     data = [(part, net(part).argmax(-1)) for part in x.split(100)]
     net.train()  # which changes nothing, and is not changed
-    chosen, made = frozen_where_faster(net, lambda: data, [1], max_loss=lost + 1e-6)
+    chosen, made = freeze_if_faster(net, lambda: data, [1], max_loss=lost + 1e-6)
     assert net.training
     assert not any(step["kind"] == "gated" for step in made.steps)
     torch.testing.assert_close(made.net(x), chosen(x))
@@ -214,7 +214,7 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
         f"frozen: validation accuracy is 100.00% with them and {1 - lost:.2%}" in note
         for note in made.notes
     )
-    kept, made = frozen_where_faster(net, lambda: data, [1], max_loss=lost - 1e-6)
+    kept, made = freeze_if_faster(net, lambda: data, [1], max_loss=lost - 1e-6)
     assert kept is net
     assert any("They stay" in note for note in made.notes)
     torch.testing.assert_close(made.net(x), net(x))
@@ -224,21 +224,21 @@ def test_gates_that_scale_stay_and_the_notes_say_why() -> None:
     scaled: Any = {"kind": "dynamic", "scale": "probability", "network": "mlp", "hidden": 99}
     net = randomised(GatedMLP(6, [8], 3, gate=scaled)).requires_grad_(False)
     data = [(torch.randn(5, 6), torch.zeros(5))]
-    kept, made = frozen_where_faster(net, lambda: data, [1])
+    kept, made = freeze_if_faster(net, lambda: data, [1])
     assert kept is net
     assert any("they scale units by p" in note for note in made.notes)
 
 
 def test_static_gates_need_no_freezing() -> None:
     net, x = randomised(GatedMLP(6, [8], 3, gate=STATIC)), torch.randn(4, 6)
-    kept, made = frozen_where_faster(net, lambda: [(x, torch.zeros(4))], [1])
+    kept, made = freeze_if_faster(net, lambda: [(x, torch.zeros(4))], [1])
     assert kept is net
     torch.testing.assert_close(made.net(x), net(x))
 
 
 def test_the_fastest_is_still_the_same_function() -> None:
     net = randomised(GatedMLP(64, [48, 32], 10, gate=STATIC, input_gate=STATIC))
-    made = fastest_compact(net, [1, 64])
+    made = fastest_plain_net(net, [1, 64])
     x = torch.randn(20, 64)
     torch.testing.assert_close(made.net(x), net(x))
     assert any("variants" in note for note in made.notes)
@@ -255,32 +255,32 @@ def test_without_gates_all_is_computed_and_the_net_keeps_its_own() -> None:
 
 
 def test_nets_that_cannot_be_made_compact_are_refused() -> None:
-    with pytest.raises(TypeError, match="Only a GatedMLP can be made compact, got a Linear"):
-        compact(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="GatedMLP.*Linear"):
+        plain_net(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got a SwitchMoE"):
-        compact(SwitchMoE(6, 3))
+        plain_net(SwitchMoE(6, 3))
     dynamic: Any = {"kind": "dynamic"}
     with pytest.raises(TypeError, match="input_gate: only a static gate"):
-        compact(GatedMLP(6, [4], 2, input_gate=dynamic))
+        plain_net(GatedMLP(6, [4], 2, input_gate=dynamic))
 
 
 def test_half_precision_stays_and_a_net_without_hidden_layers_works() -> None:
     net = randomised(GatedMLP(16, [32], 4, gate=STATIC, dtype=torch.bfloat16))
-    assert compact(net).net(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert plain_net(net).net(torch.randn(2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
     linear = randomised(GatedMLP(5, [], 2, input_gate=STATIC))
     x = torch.randn(3, 5)
-    torch.testing.assert_close(compact(linear).net(x), linear(x))
+    torch.testing.assert_close(plain_net(linear).net(x), linear(x))
 
 
 def test_gates_of_a_half_precision_net_decide_in_float32() -> None:
     net = randomised(GatedMLP(64, [256], 10, gate={"kind": "dynamic"}, dtype=torch.bfloat16))
-    made: Any = compact(net)
+    made: Any = plain_net(net)
     x = torch.randn(100, 64, dtype=torch.bfloat16)
     assert made.net[1].gate[0].weight.dtype == torch.float32
     torch.testing.assert_close(made.net(x), net(x))
     normed = GatedMLP(6, [8], 3, input_norm="batch", norm="batch").bfloat16().eval()
     x = torch.randn(9, 6, dtype=torch.bfloat16)
-    torch.testing.assert_close(compact(normed).net(x), normed(x), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(plain_net(normed).net(x), normed(x), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -293,4 +293,4 @@ def test_gates_of_a_half_precision_net_decide_in_float32() -> None:
 )
 def test_arguments_that_would_do_nothing_are_refused(options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        compact(GatedMLP(6, [8], 3, gate={"kind": "dynamic"}), **options)
+        plain_net(GatedMLP(6, [8], 3, gate={"kind": "dynamic"}), **options)

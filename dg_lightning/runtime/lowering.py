@@ -1,4 +1,9 @@
-"""Compaction of a trained GatedMLP: a smaller net of plain layers, chosen by measured speed."""
+"""Lower a trained GatedMLP to a smaller net of plain layers, chosen by measured speed.
+
+A unit is removed if its static gate is closed, if no weight reads it, or if it has no inputs (its
+constant output is then added to the bias of the next layer). Batch norms are folded into adjacent
+weights. The original net is not changed.
+"""
 
 import copy
 import math
@@ -39,7 +44,7 @@ class PrunableLinear:
 
 
 class Layer:
-    """A layer during compaction: its weights, and the units to remove.
+    """A layer while it is lowered: its weights, and the units to remove.
 
     Args:
         name: Name of the layer.
@@ -78,13 +83,11 @@ class Layer:
         if gate is None:
             return
         if not isinstance(gate, Gate):
-            raise TypeError(
-                f"{name}: only our gates can be made compact, got a {type(gate).__name__}."
-            )
+            raise TypeError(f"{name}: only our gates can be lowered, got a {type(gate).__name__}.")
         self.gate = gate
         if gate.input_dependent and not isinstance(gate, DynamicGate):
             raise TypeError(
-                f"{name}: of gates that depend on the input a DynamicGate can be made compact, got "
+                f"{name}: of gates that depend on the input only a DynamicGate can be lowered, got "
                 f"a {type(gate).__name__}."
             )
         if isinstance(gate, DynamicGate):
@@ -179,7 +182,7 @@ class Inputs:
         if gate is not None:
             if gate.input_dependent:
                 raise TypeError(
-                    "input_gate: only a static gate on the inputs can be made compact, got a "
+                    "input_gate: only a static gate on the inputs can be lowered, got a "
                     f"{type(gate).__name__}."
                 )
             self.value = static_value(gate)
@@ -263,7 +266,7 @@ def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
 def _batch_norm_affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
     """Return scale and shift of a batch norm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
-        raise TypeError("A batch norm without running statistics cannot be made compact.")
+        raise TypeError("A batch norm without running statistics cannot be folded.")
     wide = torch.promote_types(norm.running_var.dtype, torch.float32)
     scale = (norm.running_var.to(wide) + norm.eps).rsqrt()
     if norm.weight is not None:
@@ -275,8 +278,8 @@ def _batch_norm_affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Compact:
-    """A compact net.
+class PlainNet:
+    """A net of plain layers.
 
     Args:
         net: The net, made of plain layers.
@@ -292,20 +295,20 @@ class Compact:
 
 
 @torch.no_grad()
-def compact(
+def plain_net(
     net: nn.Module,
     *,
     usage: Mapping[str, Tensor] | None = None,
     min_usage: float = 0.0,
     selects_inputs: bool = True,
     multiple: int = 1,
-) -> Compact:
-    """Return a compact net with the same function as a `GatedMLP`.
+) -> PlainNet:
+    """Return a smaller net of plain layers with the same function as a `GatedMLP`.
 
     Args:
         net: The net.
         usage: Fraction of samples that open each block of a dynamic gate, by hidden layer name, see
-            `usage_of`.
+            `block_usage`.
         min_usage: Blocks used less often are removed, which changes the function.
         selects_inputs: Whether to drop unread inputs before the first layer; otherwise their
             weights are 0, which is faster if selecting takes longer than multiplying.
@@ -316,13 +319,13 @@ def compact(
 
     >>> mlp = GatedMLP(8, [4], 2, gate={"kind": "static"})
     >>> _ = mlp.hidden[0].gate.logit.data[:3].fill_(-1)
-    >>> compact(mlp).units
+    >>> plain_net(mlp).units
     {'hidden.0': (4, 1)}
     """
     if not isinstance(net, GatedMLP):
         raise TypeError(
-            f"Only a GatedMLP can be made compact, got a {type(net).__name__}: for other nets, "
-            "with gates of `add_gates`, there is `dg_lightning.surgery.compact`."
+            f"Only a GatedMLP can be lowered to plain layers, got a {type(net).__name__}: "
+            "`dg_lightning.compact` makes any model smaller."
         )
     usage = usage or {}
     names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]
@@ -330,7 +333,7 @@ def compact(
         raise ValueError(f"`usage` names {unknown[0]!r}; there are {', '.join(names)}.")
     if not 0 <= min_usage <= 1 or (min_usage and not usage):
         raise ValueError(
-            f"`min_usage` must be from 0 to 1, and goes with `usage` (see `usage_of`), got "
+            f"`min_usage` must be from 0 to 1, and goes with `usage` (see `block_usage`), got "
             f"{min_usage} and usage of {len(usage)} layers."
         )
     if multiple < 1:
@@ -347,7 +350,7 @@ def compact(
     for layer, after in pairwise([*stack, output]):
         layer.emit(recipe, after, multiple)
     recipe.add("linear", output.linear.state(), **output.linear.sizes())
-    return Compact(recipe.build_net(net.output.weight), recipe.steps, recipe.units, recipe.notes)
+    return PlainNet(recipe.build_net(net.output.weight), recipe.steps, recipe.units, recipe.notes)
 
 
 def _remove_idle_units(stack: list[Layer]) -> None:
@@ -386,19 +389,19 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def fastest_compact(
+def fastest_plain_net(
     net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
-) -> Compact:
-    """Return the compact net with the lowest measured time, as a geometric mean over batch sizes.
+) -> PlainNet:
+    """Return the plain net with the lowest measured time, as a geometric mean over batch sizes.
 
     Args:
         net: The net.
         batch_sizes: The batch sizes to measure.
-        **options: Further arguments of `compact`.
+        **options: Further arguments of `plain_net`.
     """
-    made: dict[str, Compact] = {}
+    made: dict[str, PlainNet] = {}
     for name, variant in _VARIANTS.items():
-        candidate = compact(net, **options, **variant)
+        candidate = plain_net(net, **options, **variant)
         if all(candidate.steps != other.steps for other in made.values()):
             made[name] = candidate
     if len(made) == 1:
@@ -422,13 +425,13 @@ def without_gates(net: GatedMLP) -> GatedMLP:
     return dense.eval()
 
 
-def frozen_where_faster(
+def freeze_if_faster(
     net: GatedMLP,
     data: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     batch_sizes: Sequence[int] = (1, 32, 1024),
     max_loss: float = MAX_ACCURACY_LOSS,
-) -> tuple[GatedMLP, Compact]:
-    """Make a net compact, and freeze its dynamic gates if they cost more time than they save.
+) -> tuple[GatedMLP, PlainNet]:
+    """Lower a net, and freeze its dynamic gates if they cost more time than they save.
 
     The notes explain the decision.
 
@@ -440,12 +443,12 @@ def frozen_where_faster(
         max_loss: Largest acceptable drop in accuracy (R² for numbers) on this data.
 
     Returns:
-        The net, with frozen gates or not, and its compact form.
+        The net, with frozen gates or not, and its plain form.
     """
-    made = fastest_compact(net, batch_sizes)
+    made = fastest_plain_net(net, batch_sizes)
     if not any(step["kind"] == "gated" for step in made.steps):
         return net, made
-    nets = {"dense": fastest_compact(without_gates(net), batch_sizes).net, "ours": made.net}
+    nets = {"dense": fastest_plain_net(without_gates(net), batch_sizes).net, "ours": made.net}
     measured = [_measure(nets, size, net) for size in batch_sizes]
     gains = ", ".join(f"{seconds['dense'] / seconds['ours']:.2f}" for seconds in measured)
     if all(seconds["ours"] <= _NOISE * seconds["dense"] for seconds in measured):
@@ -456,8 +459,8 @@ def frozen_where_faster(
     if any(gate.input_dependent and gate.scale is not None for gate in gates):
         made.notes.append(f"{reason} They stay: they scale units by p, which varies.")
         return net, made
-    frozen = freeze_gates(net, usage_of(net, (x for x, _ in data())))
-    small = fastest_compact(frozen, batch_sizes)
+    frozen = freeze_gates(net, block_usage(net, (x for x, _ in data())))
+    small = fastest_plain_net(frozen, batch_sizes)
     nets_now = [copy.deepcopy(each).eval() for each in (net, frozen)]
     measure, (before, after) = scores(nets_now, data())
     effect = f"validation {measure} is {before:.2%} with them and {after:.2%} without"
@@ -504,7 +507,7 @@ def freeze_gates(
 
     Args:
         net: The net.
-        usage: Fraction of samples that open each block, by hidden layer, see `usage_of`.
+        usage: Fraction of samples that open each block, by hidden layer, see `block_usage`.
         least: Blocks used at least this often stay open, the others are closed. The most used ones
             always stay open, as many as the gate's floor or k requires.
 
@@ -525,7 +528,7 @@ def freeze_gates(
         if shares is None or len(shares) != gate.blocks:
             raise ValueError(
                 f"`usage` must have {gate.blocks} shares for {name}, one a block, got "
-                f"{'none' if shares is None else len(shares)}: see `usage_of`."
+                f"{'none' if shares is None else len(shares)}: see `block_usage`."
             )
         min_open = max(gate._floor, gate.k or 0, 1)
         is_kept = (shares >= least) | top_k_mask(shares, min_open)
@@ -538,7 +541,7 @@ def freeze_gates(
 
 
 @torch.no_grad()
-def usage_of(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
+def block_usage(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
     """Measure how often each block of a dynamic gate is open.
 
     Args:
