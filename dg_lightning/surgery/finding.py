@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -300,9 +301,18 @@ class _Graph:
         self.batch = recording.batch
         self.maps = [call for call in recording.calls if call.x is not None]
         self._calls = [call.name for call in recording.calls]
-        self._by_leaf = {id(call.leaf): call for call in recording.calls}
         self._inputs = {id(leaf) for leaf in recording.inputs}
         self._behind = {id(call): _nodes_behind([call.x]) for call in self.maps}
+        self._leaves = {id(call): _leaves(self._behind[id(call)]) for call in self.maps}
+        by_leaf = {id(call.leaf): (index, call) for index, call in enumerate(recording.calls)}
+        self._sources: dict[int, list[Call]] = {}
+        self._readers: dict[int, list[str]] = {}
+        for call in self.maps:
+            found = self._leaves[id(call)] & by_leaf.keys()
+            read = sorted((by_leaf[leaf] for leaf in found), key=itemgetter(0))
+            self._sources[id(call)] = [source for _, source in read]
+            for _, source in read:
+                self._readers.setdefault(id(source), []).append(call.name)
         self._in_output = _leaves(_nodes_behind(recording.outputs))
         self._others = recording.others
         self._gated = {
@@ -314,8 +324,7 @@ class _Graph:
 
     def sources(self, call: Call) -> list[Call]:
         """Return the calls whose outputs a map's input depends on."""
-        leaves = _leaves(self._behind[id(call)])
-        return [self._by_leaf[leaf] for leaf in self._by_leaf if leaf in leaves]
+        return self._sources[id(call)]
 
     def between(self, call: Call) -> dict[str, nn.Module]:
         """Return the modules with weights on the way to a map's input."""
@@ -331,7 +340,7 @@ class _Graph:
         sources = self.sources(call)
         if call.module in self._gated:
             return "it has a gate already"
-        if _leaves(self._behind[id(call)]) & self._inputs:
+        if self._leaves[id(call)] & self._inputs:
             if not sources:
                 return "it reads the model's input"
             return "the model's input is mixed into what it reads, as by an adjacency or a residual"
@@ -345,7 +354,8 @@ class _Graph:
             if part.module in self._tied:
                 return f"the weight of {part.name} is tied to another module's"
         for source in sources:
-            others = [m.name for m in self.maps if m is not call and source in self.sources(m)]
+            others = list(self._readers[id(source)])
+            others.remove(call.name)
             if id(source.leaf) in self._in_output:
                 others.append("the model's output")
             if others:
