@@ -24,7 +24,7 @@ from dg_lightning.files import write_text
 from dg_lightning.refusal import refusal
 from dg_lightning.study.runner import quietly
 
-VIEW_COMMANDS = ("report", "genes", "features", "wandb-workspace")
+VIEW_COMMANDS = ("report", "features")
 
 
 def run_view_command(args: list[str]) -> None:
@@ -32,16 +32,10 @@ def run_view_command(args: list[str]) -> None:
     command, *rest = args
     if command == "report":
         _report(rest)
-    elif command == "genes":
-        from dg_lightning.cli.features import run_genes
-
-        run_genes(rest)
-    elif command == "features":
+    else:
         from dg_lightning.cli.features import run_features
 
         run_features(rest)
-    else:
-        _workspace(rest)
 
 
 def _report(args: list[str]) -> None:
@@ -49,12 +43,17 @@ def _report(args: list[str]) -> None:
 
     parser = OneLineErrorParser(
         prog="dg-lightning report",
-        description="Write the HTML report of a study or of a run as a single file.",
+        description="Write the HTML report of a study or of a run as a single file. With --wandb, "
+        "save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
     )
     parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
     add_config_option(parser)
     parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
+    parser.add_argument("--wandb", type=str, help="entity/project in W&B, in place of a folder.")
     given = parser.parse_args(args)
+    if given.wandb is not None:
+        _save_workspace(given.wandb, given.output)
+        return
     if (given.folder is None) == (given.config is None):
         raise refusal("Give either a folder, or --config for the newest run of a config.")
     folder = given.folder or Path(newest_run(given.config)).parents[1]
@@ -62,30 +61,20 @@ def _report(args: list[str]) -> None:
     print(f"The report is {path}.")
 
 
-def _workspace(args: list[str]) -> None:
-    parser = OneLineErrorParser(
-        prog="dg-lightning wandb-workspace",
-        description="Save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
-    )
-    parser.add_argument("--entity", type=str, required=True, help="User or team.")
-    parser.add_argument("--project", type=str, default="dg-lightning", help="Project.")
-    parser.add_argument(
-        "--output",
-        type=str,
-        default="wandb_workspace.json",
-        help="Where its specification goes if no server can be reached.",
-    )
-    given = parser.parse_args(args)
+def _save_workspace(name: str, output: str | None) -> None:
+    entity, _, project = name.partition("/")
+    if not entity or not project:
+        raise refusal(f"`wandb` must be entity/project, got {name!r}.")
     try:
         import wandb
         import wandb_workspaces  # noqa: F401
     except ModuleNotFoundError as error:
         raise refusal(
-            "`wandb-workspace` needs W&B: pip install wandb wandb-workspaces.", error
+            "`report --wandb` needs W&B: pip install wandb wandb-workspaces.", error
         ) from error
     from dg_lightning.monitoring.workspace import gate_workspace, reachable_server, specification
 
-    workspace = gate_workspace(given.entity, given.project)
+    workspace = gate_workspace(entity, project)
     address, answers = reachable_server()
     reason = "could not be reached"
     if answers:
@@ -96,7 +85,7 @@ def _workspace(args: list[str]) -> None:
         else:
             print(f"The workspace is {workspace.url}.")
             return
-    path = Path(given.output)
+    path = Path(output or "wandb_workspace.json")
     write_text(path, specification(workspace))
     sys.stderr.write(
         f"{address} {reason}: the specification of the workspace is in {path}. To save it, run "

@@ -1,4 +1,4 @@
-"""The commands `features` and `genes`: the inputs that a trained net reads."""
+"""The command `features`: the columns or genes that a trained net reads."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,27 +24,37 @@ from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 _SHOWN_GENES = 6  # genes per cell type in the terminal
 
 
-def run_genes(args: list[str]) -> None:
+def run_features(args: list[str]) -> None:
     """Run the command with the arguments after its name."""
     parser = OneLineErrorParser(
-        prog="dg-lightning genes",
-        description="Write the genes that a net of cells has kept, with their weight by cell type: "
-        "by how much the type's logit, less the mean of all, rises with the gene's log-normalised "
-        "value, on average over the training cells of that type.",
+        prog="dg-lightning features",
+        description="Write the inputs that a net has kept. Columns of a table: by how much "
+        "accuracy (R² for numbers) on the test rows falls if a column is shuffled. Genes of cells: "
+        "by how much a cell type's logit, less the mean of all, rises with the gene's "
+        "log-normalised value, on average over the training cells of that type.",
     )
-    add_run_options(parser, "genes.csv")
+    add_run_options(parser, "features.csv, or genes.csv for cells,")
     given = parser.parse_args(args)
     path = checkpoint_of(given.run, given.config)
-    preparation = preparation_in(read_checkpoint(path))
-    if preparation is None or not {"input_genes", "class_names", "std"} <= preparation.keys():
-        raise refusal(f"{path} was not trained on cells: give a run of PBMC3kDataModule.")
+    preparation = preparation_in(read_checkpoint(path)) or {}
+    is_table = preparation.get("kind") == "table"
+    if not is_table and not {"input_genes", "class_names", "std"} <= preparation.keys():
+        raise refusal(f"{path} was trained on no table and on no cells: give a run of one.")
     net = load_net(str(path))
-    data: Any = load_data(str(path), given.data_root, needed_by="genes")
+    data: Any = load_data(str(path), given.data_root, needed_by="features")
+    name = "features.csv" if is_table else "genes.csv"
+    output = Path(given.output) if given.output else path.parents[1] / name
+    if is_table:
+        _write_columns(net, data, output)
+    else:
+        _write_genes(net, data, preparation, output)
+
+
+def _write_genes(net: GatedMLP, data: Any, preparation: dict[str, Any], output: Path) -> None:
     names, types = preparation["input_genes"], preparation["class_names"]
     kept, weights = gene_weights(net, list(data.train_dataloader()), len(types))
     if preparation["std"] is not None:
         weights = weights / torch.tensor(preparation["std"])
-    output = Path(given.output) if given.output else path.parents[1] / "genes.csv"
     rows = [
         (names[gene], cell_type, f"{weights[index, gene]:.6g}")
         for gene in kept.nonzero().flatten().tolist()
@@ -101,21 +111,7 @@ _SHOWN = 20  # columns in the terminal and in the picture
 _SHUFFLES = 10
 
 
-def run_features(args: list[str]) -> None:
-    """Run the command with the arguments after its name."""
-    parser = OneLineErrorParser(
-        prog="dg-lightning features",
-        description="Write the columns of a table that a net has kept, and what each is worth: by "
-        "how much accuracy (R² for numbers) on the test rows falls if its values are shuffled.",
-    )
-    add_run_options(parser, "features.csv")
-    given = parser.parse_args(args)
-    path = checkpoint_of(given.run, given.config)
-    preparation = preparation_in(read_checkpoint(path))
-    if preparation is None or preparation.get("kind") != "table":
-        raise refusal(f"{path} was not trained on a table: give a run of TabularDataModule.")
-    net = load_net(str(path))
-    data: Any = load_data(str(path), given.data_root, needed_by="features")
+def _write_columns(net: GatedMLP, data: Any, output: Path) -> None:
     x, target = (torch.cat(of) for of in zip(*batches(data, "test"), strict=True))
     columns = _places(data)
     kept = kept_inputs(net, x)
@@ -125,7 +121,6 @@ def run_features(args: list[str]) -> None:
         for (name, places), value in zip(columns.items(), worth, strict=True)
     ]
     rows.sort(key=lambda row: (row[2] == 0, -row[3]))
-    output = Path(given.output) if given.output else path.parents[1] / "features.csv"
     head = ("column", "inputs", "kept", f"loss_of_{'r2' if measure == 'R²' else measure}")
     write_csv(output, [head, *((*row[:3], f"{row[3]:.6g}") for row in rows)])
     rich.print(_table(rows, measure))

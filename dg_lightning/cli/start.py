@@ -20,11 +20,9 @@ COMMANDS = {
     "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
     "search": "Search settings that are accurate and cheap, by validation alone.",
     "report": "Write the HTML report of a run or of a study.",
-    "genes": "Write the genes that a net of cells has kept, with their weight by cell type.",
     "features": "Write the columns of a table that a net has kept, and what each is worth.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
     "convert": "Make a trained dense Transformer decide token by token what to run.",
-    "wandb-workspace": "Save a W&B workspace of open rates, heat maps and MACs.",
     "configs": "List the configs that ship.",
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -125,5 +123,5 @@ def _check_files(command: str, rest: list[str]) -> None:
         if path != "null" and not any((root / path).exists() for root in roots):
             raise refusal(f"There is no file or folder {path!r}: give another with --data.path.")
     folders = [word for word in rest[:1] if not word.startswith("-")]
-    if command in ("report", "genes", "features") and folders and not Path(folders[0]).exists():
+    if command in ("report", "features") and folders and not Path(folders[0]).exists():
         raise refusal(f"There is no folder {folders[0]!r}: give one of a run or of a study.")

@@ -142,7 +142,7 @@ def test_an_exported_net_needs_our_package_for_nothing(format: str) -> None:
 
 
 def test_genes_are_listed_with_their_weight_by_type(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["genes", "--config=pbmc3k/dynamicgate", "--output=genes.csv"])
+    main(["features", "--config=pbmc3k/dynamicgate", "--output=genes.csv"])
     said = capsys.readouterr().out
     with Path("genes.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -164,7 +164,7 @@ def test_genes_are_listed_with_their_weight_by_type(capsys: pytest.CaptureFixtur
 def test_cells_that_have_moved_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    genes = ["genes", "--config=pbmc3k/dynamicgate", f"--output={tmp_path / 'genes.csv'}"]
+    genes = ["features", "--config=pbmc3k/dynamicgate", f"--output={tmp_path / 'genes.csv'}"]
     moved = Path("all.h5ad").rename(tmp_path / "all.h5ad")
     try:
         with pytest.raises(SystemExit):
@@ -180,11 +180,11 @@ def test_cells_that_have_moved_are_found(
 def test_a_run_without_cells_has_no_genes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--config=digits/baseline", "--trainer.fast_dev_run=false", *FIT[4:]])
     with pytest.raises(SystemExit):
-        main(["genes", "--config=digits/baseline"])
+        main(["features", "--config=digits/baseline"])
     with pytest.raises(SystemExit):
-        main(["genes", "--config=digits/baseline"])
-    assert "was not trained on cells" in capsys.readouterr().err
+        main(["features", "--config=digits/baseline"])
+    assert "last.ckpt" in capsys.readouterr().err
     for args in ([], ["runs", "--config=digits/baseline"]):
         with pytest.raises(SystemExit):
-            main(["genes", *args])
+            main(["features", *args])
         assert "Give either a run, or --config" in capsys.readouterr().err

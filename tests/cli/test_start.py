@@ -42,7 +42,7 @@ print("imported", *sorted(heavy))
         (["export", "--ckpt_path", "a.ckpt"], "There is no checkpoint 'a.ckpt'"),
         (["fit", "--data.path", "a.h5ad"], "There is no file or folder 'a.h5ad'"),
         (["report", "nowhere"], "There is no folder 'nowhere'"),
-        (["genes", "nowhere"], "There is no folder 'nowhere'"),
+        (["features", "nowhere"], "There is no folder 'nowhere'"),
         (["configs", "nothing"], "No config begins with 'nothing'; there are callbacks"),
         (["configs", "a", "b"], "`configs` takes one name at most"),
     ],

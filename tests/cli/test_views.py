@@ -1,4 +1,4 @@
-"""The commands `report` and `wandb-workspace`, and what stands on the terminal."""
+"""The command `report`, and what stands on the terminal."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
         (["report", "nowhere"], "There is no folder 'nowhere': give one of a run or of a study."),
         (["report", "."], "'.' holds neither a study (results.csv with a column variant) nor"),
         (["report"], "folder"),
-        (["wandb-workspace"], "entity"),
+        (["report", "--wandb=me"], "`wandb` must be entity/project, got 'me'"),
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")
@@ -103,7 +103,7 @@ def test_mistakes_are_answered_by_one_line(
 def test_without_a_server_the_workspace_is_a_file_and_a_way_to_apply_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs the extra wandb")
     done = program(
-        tmp_path, "wandb-workspace", "--entity", "me", "--project", "p",
+        tmp_path, "report", "--wandb=me/p",
         WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="0" * 40,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -165,7 +165,7 @@ def test_with_a_server_the_workspace_is_saved_there(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     done = program(
-        tmp_path, "wandb-workspace", "--entity", "me", "--project", "p",
+        tmp_path, "report", "--wandb=me/p",
         WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}", WANDB_API_KEY="0" * 40,
     )  # fmt: skip
     server.shutdown()

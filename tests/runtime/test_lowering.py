@@ -255,7 +255,7 @@ def test_without_gates_all_is_computed_and_the_net_keeps_its_own() -> None:
 
 
 def test_nets_that_cannot_be_made_compact_are_refused() -> None:
-    with pytest.raises(TypeError, match="GatedMLP.*Linear"):
+    with pytest.raises(TypeError, match=r"GatedMLP.*Linear"):
         plain_net(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got a SwitchMoE"):
         plain_net(SwitchMoE(6, 3))
