@@ -9,7 +9,7 @@ without gates. Variants are measured alternately and compared by their medians.
 
 CPUs use float32, GPUs bfloat16. On a GPU, `graph` is the net captured as a CUDA graph, and dense is
 the faster of eager and captured. A training step is forward and backward, for inputs and all
-parameters, with a gate that scales.
+parameters, with the gate in evaluation mode.
 """
 
 import argparse
