@@ -18,7 +18,7 @@ INSTALLED_DEV := .venv/.installed-dev$(STAMP)
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
-# What to run while working: under five minutes on two cores.
+# What to run while working.
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal -m "not slow"
 
