@@ -166,7 +166,8 @@ class FeedForwardSkipper:
         modules = [part for part in parts if isinstance(part, nn.Module)]
         return (
             self.runner.may_skip(gate)
-            and all(_is_plain(m) for m in (layer.first, layer.other, layer.second))
+            and _runs_as(gate, Gate)
+            and all(_runs_as(m, nn.Linear) for m in modules if m not in (gate, layer.activation))
             and not any(has_hooks(m, own) for m in modules)
         )
 
@@ -185,15 +186,16 @@ class MLPSkipper:
 
     def __call__(self, net: GatedMLP, h: Tensor) -> Tensor:
         """Return the logits for the normalised inputs of the first hidden layer."""
-        layers = net.layers()
+        hidden = list(net.hidden)
         pre_activation: Tensor | None = None  # of a layer, if the one before it was skipped
-        for index, layer in enumerate(layers):
-            after = layers[index + 1] if index + 1 < len(layers) else None
+        for index, layer in enumerate(hidden):
+            after = hidden[index + 1] if index + 1 < len(hidden) else None
             if pre_activation is not None:
+                assert isinstance(layer, GatedLinear)
                 h, pre_activation = layer.finish(h, pre_activation), None
-            elif self._applies(layer, after, net.output):
+            elif isinstance(layer, GatedLinear) and self._applies(layer, after, net.output):
                 gate: Any = layer.gate
-                reader = net.output if after is None else after.linear
+                reader: Any = net.output if after is None else after.linear
                 parts = layer.linear, layer.activation, reader
                 pre_activation = self.runner(h, gate, *parts, (self.net_id, index))
             else:
@@ -201,30 +203,42 @@ class MLPSkipper:
         logits: Tensor = net.output(h) if pre_activation is None else pre_activation
         return logits
 
-    def _applies(self, layer: GatedLinear, after: GatedLinear | None, output: nn.Linear) -> bool:
-        gate = layer.gate
-        following = [output] if after is None else [after, after.linear]
+    def _applies(self, layer: GatedLinear, after: nn.Module | None, output: nn.Linear) -> bool:
+        gate, dropout = layer.gate, layer.dropout
+        following: list[nn.Module] = [output]
+        if after is not None:
+            if not isinstance(after, GatedLinear) or not _runs_as(after, GatedLinear):
+                return False
+            if after.gate is not None and after.gate.input_dependent:
+                return False  # it reads the hidden units
+            following = [after, after.linear]
         return (
             isinstance(gate, Gate)
             and self.runner.may_skip(gate)
-            and _is_plain(layer.linear)
-            and _is_plain(following[-1])
-            and isinstance(layer.norm, nn.Identity)
-            and (layer.dropout.p == 0 or not layer.dropout.training)
-            and (after is None or after.gate is None or not after.gate.input_dependent)
+            and _runs_as(layer, GatedLinear)
+            and _runs_as(gate, Gate)
+            and _runs_as(layer.linear, nn.Linear)
+            and _runs_as(following[-1], nn.Linear)
+            and _runs_as(layer.norm, nn.Identity)
+            and (
+                _runs_as(dropout, nn.Identity)
+                or (_runs_as(dropout, nn.Dropout) and (dropout.p == 0 or not dropout.training))
+            )
             and not any(map(has_hooks, (layer, *layer.children(), *following)))
         )
 
 
-def _is_plain(linear: nn.Module | None) -> bool:
-    """Return whether a map computes as `nn.Linear` does, not by a `forward` of its own."""
-    return linear is None or linear.forward.__func__ is nn.Linear.forward  # type: ignore[attr-defined]
+def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Return whether a module computes as a class does, not by a `forward` of its own."""
+    methods = ["forward", *(["finish"] if cls is GatedLinear else [])]
+    same = all(getattr(type(module), m, None) is getattr(cls, m) for m in methods)
+    return same and "forward" not in vars(module)
 
 
 def has_hooks(module: nn.Module, owner: object = None) -> bool:
     """Return True if a module must be called because of hooks, other than those of `owner`."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    hooks += module._backward_hooks.values()
+    hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return any(owner is None or getattr(hook, "__self__", None) is not owner for hook in hooks)
 
 

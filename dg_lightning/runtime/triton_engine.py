@@ -506,6 +506,6 @@ class _GatedFeedForward(torch.autograd.Function):
 
 def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
     """Return the gradient of the second weight, in the memory layout of the weight."""
-    if second.stride(0) == 1:  # see `BlockGatedMLP.lay_out_by_unit`
+    if second.stride(0) == 1:  # stored by unit
         return packing.outer(hidden, grad_rows).flatten(0, 1).t()
     return packing.outer(grad_rows, hidden).transpose(0, 1).flatten(1)

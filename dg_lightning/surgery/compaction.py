@@ -8,7 +8,7 @@ only if the model's outputs stay the same.
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.files import replacing, write_text
-from dg_lightning.gates import Gate, set_connections
+from dg_lightning.gates import Gate, gate_layers, set_connections
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.surgery.finding import Found, Units, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
@@ -40,7 +40,10 @@ _OTHER_WORDS = (
     "bucket",
     "ctx",
     "idx",
+    "in_channel",
+    "in_feature",
     "index",
+    "input",
     "kernel",
     "layer",
     "len",
@@ -244,7 +247,8 @@ def compact(
 
     The outputs for the examples are compared: what cannot be taken out without changing them stays,
     as weights of 0, and is noted. The model itself is not changed. Gates of our own layers that
-    depend on the input, or whose units a norm or another gate reads too, stay.
+    depend on the input, or whose units a norm or another gate reads too, stay. A checkpoint of a
+    compact LightningModule does not load: save its `net` with `save_compact`.
 
     Args:
         model: A model with static gates, of `add_gates` or of our own layers.
@@ -264,10 +268,13 @@ def compact(
       (2): Linear(in_features=1, out_features=2, bias=True)
     )
     """
+    if multiple < 1:
+        raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
     small = copy.deepcopy(model)
     if example is None and isinstance(model, GatedMLP):
-        example = torch.randn(2, model.in_features)
-    added, own = gated_units(small), _own_gates(small)
+        generator = torch.Generator("cpu").manual_seed(0)
+        example = torch.randn(2, model.in_features, generator=generator, device="cpu")
+    added, own = gated_units(small), _own_layers(small)
     if not added and not own:
         raise ValueError(f"{type(model).__name__} has no static gates to take units out by.")
     for name, (_, gate) in added.items():
@@ -280,11 +287,15 @@ def compact(
         set_connections(child, None)  # the shapes are about to change; missing ones weigh 0
     examples = [example, *more_examples]
     watch = Watch(small, examples)
-    names = [*added, *(name for name in own if name not in added)]
+    gated, notes = _own_units(small, own, examples)
+    names = [*added, *(name for name in gated if name not in added)]
     expected = watch.look(*names)
     if added:
         remove_gates(small)
-    gated, notes = _without_own_gates(small, own, examples)
+    for layer in own:
+        if any(layer.gate is gate for _, gate in gated.values()):
+            layer.gate = None
+    _fold_input_gates(small)
     gated |= added
     is_open = {name: _close_for_good(small, *gated[name], multiple) for name in gated}
     if not watch.is_same(expected, *names):
@@ -300,41 +311,65 @@ def compact(
             result.notes.append(
                 f"{name}: all {units.kind} are closed, one stays: a layer needs one."
             )
+    for name, left in gate_layers(small, required=False).items():
+        if not left.input_dependent and not any(note.startswith(f"{name}:") for note in notes):
+            result.notes.append(f"{name}: this gate stays, nothing is known of what it closes.")
     result.hook = explain_shape_errors(small)
     return result
 
 
-def _own_gates(model: nn.Module) -> dict[str, Any]:
-    """Return our own layers with a static gate, by the map that reads its units."""
-    names = {module: name for name, module in model.named_modules()}
-    found: dict[str, Any] = {}
-    for layer in model.modules():
-        if not isinstance(layer, GatedLinear | GatedFeedForward):
-            continue
-        gate = layer.gate
-        if isinstance(gate, Gate) and not gate.input_dependent:
-            consumers = [names[c] for c in gate.feeds.consumers if c in names]
-            found |= dict.fromkeys(consumers, layer)
-    return found
+def _own_layers(model: nn.Module) -> list[Any]:
+    """Return our own layers with a static gate."""
+    ours = [m for m in model.modules() if isinstance(m, GatedLinear | GatedFeedForward)]
+    return [m for m in ours if isinstance(m.gate, Gate) and not m.gate.input_dependent]
 
 
-def _without_own_gates(
-    model: nn.Module, own: Mapping[str, Any], examples: Sequence[Any]
+def _own_units(
+    model: nn.Module, layers: Sequence[Any], examples: Sequence[Any]
 ) -> tuple[dict[str, tuple[Units, Gate]], list[str]]:
-    """Take gates out of our own layers; return their units, and why others stay."""
-    gates = {name: layer.gate for name, layer in own.items()}
-    for layer in own.values():
+    """Return the units of gates of our own layers, by the map that reads them, and notes."""
+    if not layers:
+        return {}, []
+    names = {module: name for name, module in model.named_modules()}
+    gates = {layer: (names[layer.gate], layer.gate) for layer in layers}
+    for layer in layers:
         layer.gate = None
-    found = find_units(model, examples[0], examples[1:]) if own else Found({}, {}, {})
+    try:
+        found = find_units(model, examples[0], examples[1:])
+    except Exception as error:  # of a model that reads its gates
+        found = Found({}, {}, {})
+        reason = " ".join(f"without its gates the model fails ({error})".split())
+    else:
+        reason = "no map reads these units alone"
+    finally:
+        for layer, (_, gate) in gates.items():
+            layer.gate = gate
     gated, notes = {}, []
-    for name, layer in own.items():
-        if name in found.units and found.units[name].size == gates[name].units:
-            gated[name] = found.units[name], gates[name]
+    for layer, (name, gate) in gates.items():
+        producer = names[layer.linear if isinstance(layer, GatedLinear) else layer.first]
+        consumers = [c for c, units in found.units.items() if producer in units.producers]
+        if len(consumers) == 1 and found.units[consumers[0]].size == gate.units:
+            gated[consumers[0]] = found.units[consumers[0]], gate
         else:
-            layer.gate = gates[name]
-            reason = found.left_alone.get(name, "other units than its own are read there")
-            notes.append(f"{name}: its gate stays, {reason}.")
+            notes.append(f"{name}: this gate stays, {reason}.")
     return gated, notes
+
+
+def _fold_input_gates(model: nn.Module) -> None:
+    """Multiply the first weight of each `GatedMLP` by its static input gate."""
+    for net in [m for m in model.modules() if isinstance(m, GatedMLP)]:
+        gate: Any = net.input_gate
+        if not isinstance(gate, Gate) or gate.input_dependent:
+            continue
+        if len(gate.feeds.consumers) != 1 or not isinstance(net.input_norm, nn.Identity):
+            continue
+        first = net.layers()[:1]
+        if first and first[0].gate is not None and first[0].gate.input_dependent:
+            continue  # it reads the inputs too
+        (consumer,) = gate.feeds.consumers
+        value = gate.eval()(torch.zeros(1, device=gate.threshold.device))
+        consumer.weight.mul_(value.to(consumer.weight))  # type: ignore[operator]
+        net.input_gate = None
 
 
 def explain_shape_errors(model: nn.Module) -> RemovableHandle:

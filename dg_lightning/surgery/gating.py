@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dg_lightning.compute.macs import as_matrix, is_linear_map, set_positions, unit_axis
-from dg_lightning.gates import Feeds, Gate, GateSettings, make_gate
+from dg_lightning.gates import Feeds, Gate, GateSettings, gate_layers, make_gate
 from dg_lightning.gates.protocol import matching
 from dg_lightning.surgery.finding import Found, Units, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
@@ -178,6 +178,13 @@ def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
             f"`pairs` names {producer!r} with {widths[0]} outputs and {consumer!r} with "
             f"{widths[1]} inputs: they must be equal."
         )
+    for name, gate in gate_layers(model, required=False).items():
+        maps = {model.get_submodule(producer), model.get_submodule(consumer)}
+        if maps & {*gate.feeds.producers, *gate.feeds.consumers}:
+            raise ValueError(
+                f"`pairs` names {producer!r} and {consumer!r}, whose units have the gate {name!r} "
+                "already: one gate is enough."
+            )
     rows = {producer: torch.arange(widths[0], device="cpu")}
     return Units("feed_forward", rows, consumer, widths[0], 1, True, is_known=False)
 

@@ -79,6 +79,10 @@ def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> l
     >>> [(len(g["params"]), round(g["lr"], 3)) for g in optimizer.param_groups]
     [(4, 0.001), (1, 0.03)]
     """
+    if not lr > 0 or gate_lr_factor < 0:
+        raise ValueError(
+            f"`lr` must be above 0 and `gate_lr_factor` at least 0, got {lr} and {gate_lr_factor}."
+        )
     weights, gates = split_parameters(module)
     groups: list[dict[str, Any]] = [{"params": weights, "lr": lr}]
     if gates:

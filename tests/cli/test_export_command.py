@@ -1,4 +1,4 @@
-"""The commands `export` and `bench`."""
+"""The command `export`."""
 
 import re
 import sys

@@ -1,6 +1,6 @@
 import copy
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -9,7 +9,7 @@ from gated_nets import randomised
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import GatedClassifier, GatedMLP
+from dg_lightning import GatedClassifier, GatedLinear, GatedMLP
 from dg_lightning.callbacks import GateMonitor, GatePenalty
 from dg_lightning.runtime import engines, skip_closed_blocks, skipping
 
@@ -281,3 +281,69 @@ def test_an_activation_that_is_not_elementwise_is_refused(activation: Any, engin
     skip_closed_blocks(net, engine)
     with pytest.raises(ValueError, match=rf"\b{type(activation).__name__}\b"):
         net.eval()(torch.randn(3, 12))
+
+
+SCALED: Any = {**DYNAMIC, "scale": "probability", "initial_spread": 2.0}
+
+
+class Residual(GatedLinear):
+    """Somebody's layer, which adds its input."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + super().forward(h)
+
+
+class Doubled(nn.Dropout):
+    """Somebody's dropout, which does something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def foreign(kind: str) -> GatedMLP:
+    torch.manual_seed(0)
+    net: Any = randomised(GatedMLP(16, [16, 16], 5, gate=[SCALED, None])).eval()
+    if kind == "layer":
+        net.hidden[1] = nn.Tanh()
+    elif kind == "skipped subclass":
+        net.hidden[0].__class__ = Residual
+    elif kind == "following subclass":
+        net.hidden[1].__class__ = Residual
+    elif kind == "dropout":
+        net.hidden[0].dropout = Doubled(0.0)
+    elif kind == "no dropout":
+        net.hidden[0].dropout = nn.Identity()
+    elif kind == "gate":
+        gate, own = net.hidden[0].gate, type(net.hidden[0].gate).forward
+        gate.forward = lambda h: 0.5 * own(gate, h)
+    elif kind == "compiled":
+        net.hidden[1].linear = torch.compile(net.hidden[1].linear, backend="eager")
+    return cast(GatedMLP, net)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "layer",
+        "skipped subclass",
+        "following subclass",
+        "dropout",
+        "no dropout",
+        "gate",
+        "compiled",
+    ],
+)
+def test_parts_that_compute_in_other_ways_are_called(kind: str) -> None:
+    net, x = foreign(kind), torch.randn(9, 16)
+    expected = net(x)
+    skip_closed_blocks(net, "blocks")
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_a_module_with_a_backward_hook_is_called() -> None:
+    net = randomised(GatedMLP(16, [16], 5, gate=SCALED)).train()
+    calls: list[int] = []
+    net.layers()[0].linear.register_full_backward_pre_hook(lambda *_: calls.append(1))
+    skip_closed_blocks(net, "blocks")
+    net(torch.randn(9, 16)).sum().backward()
+    assert calls == [1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dg_lightning import add_gates, gate_layers, remove_gates
+from dg_lightning import GatedFeedForward, add_gates, gate_layers, remove_gates
 from dg_lightning.compute import executed_macs, linear_maps
 from dg_lightning.compute.macs import decision_macs
 from dg_lightning.compute.whole_net import CountWholeNet
@@ -243,3 +243,9 @@ def test_only_products_of_the_units_are_saved_with_them() -> None:
     assert whole is not None
     assert whole.between == {}
     assert whole.other == 2 * 5 * 5 * 8
+
+
+def test_a_pair_whose_units_are_gated_already_is_refused() -> None:
+    layer = GatedFeedForward(8, 16, gate={"kind": "dynamic", "block_size": 4})
+    with pytest.raises(ValueError, match=r"`pairs`.*'first'.*'gate'"):
+        add_gates(layer, feed_forward=STATIC, pairs=[("first", "second")])

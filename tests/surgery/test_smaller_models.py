@@ -11,6 +11,7 @@ from zoo import GroupedAttention, run
 
 from dg_lightning import (
     GatedClassifier,
+    GatedLinear,
     GatedMLP,
     StaticGate,
     add_gates,
@@ -454,7 +455,7 @@ def test_static_gates_of_our_own_layers_are_taken_out(options: Any, widths: list
 def test_units_that_others_read_stay_with_their_gate(options: Any) -> None:
     net = own_net(**options)
     result: Any = compact(net)
-    assert any(note.startswith("hidden.1.linear: its gate stays") for note in result.notes)
+    assert any(note.startswith("hidden.0.gate:") for note in result.notes)
     assert isinstance(result.model.hidden[0].gate, StaticGate)
     x = torch.randn(7, 6)
     torch.testing.assert_close(result.model(x), net(x))
@@ -478,3 +479,53 @@ def test_a_classifier_and_a_transformer_of_ours_become_smaller() -> None:
 def test_a_net_without_static_gates_has_nothing_to_take_out() -> None:
     with pytest.raises(ValueError, match="GatedMLP"):
         compact(GatedMLP(6, [8], 3, gate={"kind": "dynamic"}))
+
+
+def test_widths_of_inputs_stay_as_they_are() -> None:
+    net = GatedMLP(8, [8], 3, gate=STATIC).eval()
+    net.layers()[0].gate.logit.data[::2] = -1.0  # type: ignore[union-attr, operator]
+    assert compact(net).model.in_features == 8
+
+
+def test_gates_are_found_without_declared_consumers() -> None:
+    alone = nn.Sequential(GatedLinear(6, 8, gate=STATIC), nn.Linear(8, 3)).eval()
+    alone[0].gate.logit.data[::2] = -1.0  # type: ignore[union-attr, operator]
+    replaced = own_net()
+    replaced.output = nn.Linear(5, 2)
+    x = torch.randn(7, 6)
+    for net in (alone, replaced):
+        result: Any = compact(net, x)
+        assert not result.notes
+        assert not gate_layers(result.model, required=False)
+        torch.testing.assert_close(result.model(x), net(x))
+
+
+def test_an_input_gate_is_folded_or_noted() -> None:
+    for options, notes in (({}, 0), ({"input_norm": "layer"}, 1)):
+        net = own_net(input_gate=STATIC, **options)
+        net.input_gate.logit.data[:3] = -1.0  # type: ignore[union-attr, operator]
+        result: Any = compact(net)
+        assert len(result.notes) == notes
+        assert (result.model.input_gate is None) == (not notes)
+        x = torch.randn(7, 6)
+        torch.testing.assert_close(result.model(x), net(x))
+
+
+def test_a_model_that_reads_its_gates_keeps_them() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = own_net()
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.net(x)
+            return y, self.net.layers()[0].gate.probability  # type: ignore[union-attr]
+
+    result = compact(Reads(), torch.randn(7, 6))
+    assert len(result.notes) == 2
+
+
+@pytest.mark.parametrize("multiple", [0, -8])
+def test_a_multiple_below_one_is_refused(multiple: int) -> None:
+    with pytest.raises(ValueError, match=f"`multiple`.*{multiple}"):
+        compact(own_net(), multiple=multiple)

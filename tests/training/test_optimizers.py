@@ -8,6 +8,8 @@ import pytest
 import torch
 from small_classifier import Blobs, model_of, trainer_of
 
+from dg_lightning import GatedMLP, param_groups
+
 
 def test_gate_parameters_have_their_own_group() -> None:
     optimizer: Any = {
@@ -121,3 +123,9 @@ def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
         model_of(lr_scheduler=cycle, gate_lr_factor=0.1).configure_optimizers()
     cycle["init_args"]["max_lr"] = [0.01, 0.01]
     model_of(lr_scheduler=cycle).configure_optimizers()
+
+
+@pytest.mark.parametrize(("lr", "factor"), [(0.0, 1.0), (-1e-3, 1.0), (1e-3, -2.0)])
+def test_rates_below_zero_are_refused(lr: float, factor: float) -> None:
+    with pytest.raises(ValueError, match="gate_lr_factor"):
+        param_groups(GatedMLP(6, [8], 3, gate={"kind": "static"}), lr, factor)
