@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dg_lightning import GatedMLP
-from dg_lightning.runtime import skip_closed_blocks
+from dg_lightning.runtime import lay_out_by_unit, skip_closed_blocks
 from dg_lightning.runtime.timing import median_seconds
 
 OPEN = 0.25
@@ -76,6 +76,8 @@ def captured(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]
 @torch.no_grad()
 def forward_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
     fast = copy.deepcopy(net)
+    if not x.is_cuda:
+        lay_out_by_unit(fast)
     skip_closed_blocks(fast)
     runs: dict[str, Callable[[], object]] = {
         "dense": lambda: dense(x),
@@ -91,6 +93,8 @@ def forward_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> di
 
 def training_times(net: GatedMLP, dense: nn.Module, x: Tensor, rounds: int) -> dict[str, float]:
     fast = copy.deepcopy(net)
+    if not x.is_cuda:
+        lay_out_by_unit(fast)
     skip_closed_blocks(fast)
     x = x.detach().requires_grad_()
     gradient = torch.randn_like(x)

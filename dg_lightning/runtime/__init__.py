@@ -9,7 +9,7 @@ from dg_lightning.runtime.lowering import (
     freeze_if_faster,
     plain_net,
 )
-from dg_lightning.runtime.skipping import skip_closed_blocks
+from dg_lightning.runtime.skipping import lay_out_by_unit, skip_closed_blocks
 
 __all__ = [
     "PlainNet",
@@ -18,6 +18,7 @@ __all__ = [
     "fastest_plain_net",
     "freeze_gates",
     "freeze_if_faster",
+    "lay_out_by_unit",
     "plain_net",
     "skip_closed_blocks",
 ]

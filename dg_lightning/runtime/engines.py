@@ -198,6 +198,7 @@ def _initial_outputs(x: Tensor, net: FeedForward) -> Tensor:
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
+_BAG_COUNT = 8  # partial sums computed in parallel
 _CACHE_ENTRIES = 2**21  # entries of a temporary tensor that stays in cache
 
 
@@ -331,3 +332,60 @@ def refuse_second_derivative() -> None:
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return the rows, without a copy if all are selected."""
     return x if len(rows) == len(x) else x.index_select(0, rows)
+
+
+@torch.no_grad()
+def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """Read only the weights of open units, sample by sample, without gradients.
+
+    Fast for few samples with few open blocks.
+    """
+    size, samples = net.block_size, x.unbind()
+    opened = (gate != 0).nonzero()
+    is_open = opened.tolist()
+    made = []
+    for weight, bias in net.makers:
+        weights = weight.detach().split(size)
+        biases = None if bias is None else bias.detach().split(size)
+        made.append(x.new_empty(len(is_open), size))
+        for (sample, block), out in zip(is_open, made[-1].unbind(), strict=True):
+            if biases is None:
+                torch.mv(weights[block], samples[sample], out=out)
+            else:
+                torch.addmv(biases[block], weights[block], samples[sample], out=out)
+    hidden = net.activation(made[0])
+    if net.other is not None:
+        hidden = hidden * made[1]
+    if net.scaled:
+        hidden = hidden * gate[tuple(opened.t())].to(x.dtype).unsqueeze(1)
+    total = _initial_outputs(x, net)
+    outputs = total.unbind()
+    if net.second[0].stride(0) == 1:  # laid out by unit
+        counts = torch.bincount(opened[:, 0], minlength=len(x)).tolist()
+        parts = zip(outputs, hidden.split(counts), opened[:, 1].split(counts), strict=True)
+        for out, units, own in parts:
+            out += _sum_units(units, own, net.second[0].t())
+        return total
+    second_in_blocks = net.second[0].detach().split(size, 1)
+    for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
+        outputs[sample].addmv_(second_in_blocks[block], units)
+    return total
+
+
+def _sum_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    """Sum the weights ``(units, outputs)`` of a sample's units, times their values.
+
+    Units at exactly 0 are skipped: about half of them after a ReLU.
+    """
+    units = blocks.unsqueeze(1) * values.shape[1] + torch.arange(
+        values.shape[1], device=blocks.device
+    )
+    active = values.flatten().nonzero()[:, 0]
+    starts = torch.arange(0, len(active), -(-len(active) // _BAG_COUNT) or 1, device=active.device)
+    return F.embedding_bag(
+        units.flatten()[active],
+        weights,
+        starts,
+        mode="sum",
+        per_sample_weights=values.flatten()[active],
+    ).sum(0)

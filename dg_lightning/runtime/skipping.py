@@ -13,13 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from dg_lightning.gates import Gate
 from dg_lightning.gates.policies import HARD_POLICIES
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
-from dg_lightning.runtime.engines import FeedForward, dense, elementwise, run_blocks
+from dg_lightning.runtime.engines import FeedForward, dense, elementwise, run_blocks, run_open_rows
 from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
-Engine: TypeAlias = Literal["auto", "masked", "blocks", "triton"]
+Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton"]
 
 _REMEASURE_AFTER = 1000  # uses; open rates change during training
-_ENGINES = {"dense": dense, "blocks": run_blocks}
+_MAX_ROWS_BATCH = 4  # largest batch for the engine `rows`
+_ENGINES = {"dense": dense, "blocks": run_blocks, "rows": run_open_rows}
 
 
 def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
@@ -37,8 +38,9 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
         engine: `auto` measures which engine is fastest for each layer and batch size, including
             `dense` (all blocks, gradients as with skipping). `masked` computes everything again,
             and closed gates get gradients. `blocks` multiplies each block with the samples that
-            open it. `triton` uses CUDA kernels. Engines round differently: name one if training
-            must be bitwise reproducible.
+            open it. `rows` reads the weights of open units alone, sample by sample, for a few
+            samples on a CPU (`blocks` if gradients are needed). `triton` uses CUDA kernels.
+            Engines round differently: name one if training must be bitwise reproducible.
 
     >>> layer = GatedFeedForward(8, 32, gate={"kind": "dynamic", "block_size": 8})
     >>> skip_closed_blocks(layer, "blocks")
@@ -61,6 +63,28 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
             module.skip = MLPSkipper(runner, index)
         else:
             module.skip = FeedForwardSkipper(runner, index)
+
+
+@torch.no_grad()
+def lay_out_by_unit(model: nn.Module) -> None:
+    """Store the outgoing weights of each gated unit side by side, for inference on a CPU.
+
+    Values and shapes do not change. The engine `rows` then reads memory in one piece.
+
+    >>> layer = GatedFeedForward(8, 32)
+    >>> lay_out_by_unit(layer)
+    >>> layer.second.weight.stride()
+    (1, 8)
+    """
+    for module in model.modules():
+        if isinstance(module, GatedFeedForward):
+            readers = [module.second]
+        elif isinstance(module, GatedMLP):
+            readers = [*(layer.linear for layer in module.layers()[1:]), module.output]
+        else:
+            continue
+        for reader in readers:
+            reader.weight.data = reader.weight.t().contiguous().t()
 
 
 class Runner:
@@ -115,8 +139,9 @@ class Runner:
         self, x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool, layer_id: Hashable
     ) -> str:
         if self.engine != "auto":
-            return self.engine
-        key = (len(x).bit_length(), x.dtype, x.device, needs_grad, net.first[0].shape)
+            return "blocks" if self.engine == "rows" and needs_grad else self.engine
+        few = len(x) <= _MAX_ROWS_BATCH
+        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
         # By layer: one may open all blocks where another closes most.
         known = self._fastest.setdefault(layer_id, {})
         if not needs_grad:
@@ -129,7 +154,7 @@ class Runner:
         if (found is None or found.outdated) and not captured:
             found = known[key] = fastest_engine(x, gate, net, needs_grad)
         if found is None:  # captured without a run before it
-            return candidates(x)[-1]
+            return candidates(x, needs_grad)[-1]
         found.uses += 1
         return found.captured if captured else found.eager
 
@@ -278,7 +303,7 @@ def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None
     return run_triton(x, g, net, packing)
 
 
-def candidates(x: Tensor) -> list[str]:
+def candidates(x: Tensor, needs_grad: bool) -> list[str]:
     """List the engines that can run a batch and may be fastest."""
     names = ["dense", "blocks"]
     kind = x.device.type
@@ -288,6 +313,8 @@ def candidates(x: Tensor) -> list[str]:
             from dg_lightning.runtime import triton_engine  # noqa: F401
 
             names.append("triton")
+    if not x.is_cuda and len(x) <= _MAX_ROWS_BATCH and not needs_grad:
+        names.append("rows")
     return names
 
 
@@ -304,7 +331,7 @@ class Fastest:
 def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> Fastest:
     """Return the engine that is fastest on a batch, including the backward pass if needed."""
     x = x.detach()
-    runs = {n: partial(_run_once, n, x, gate, net, needs_grad) for n in candidates(x)}
+    runs = {n: partial(_run_once, n, x, gate, net, needs_grad) for n in candidates(x, needs_grad)}
     # Measuring must not change what stochastic gates sample afterwards, nor be seen by hooks of
     # checkpointing.
     with (

@@ -35,7 +35,7 @@ def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 @pytest.mark.parametrize("glu", [False, True])
 def test_values_and_gradients_are_those_of_the_masked_net(engine: Any, glu: bool) -> None:
     net = small(glu=glu)
@@ -192,7 +192,7 @@ def test_auto_measures_each_layer_and_each_again_after_an_evaluation(monkeypatch
     assert measured == 3 * gates
 
 
-@pytest.mark.parametrize("engine", ["auto", "masked", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "masked", "blocks", "rows"])
 @pytest.mark.parametrize("gate", [SCALED, UNSCALED], ids=["scaled", "plain"])
 @pytest.mark.parametrize("glu", [False, True])
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (0, 3, 16)], ids=str)
@@ -213,7 +213,7 @@ def test_no_tokens_make_an_output_of_the_right_shape(
     assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("engine", ["auto", "masked", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "masked", "blocks", "rows"])
 def test_no_tokens_pass_through_whole_models(engine: Any) -> None:
     ours, put_in = small().float(), small(gate=None).float()
     add_gates(put_in, feed_forward=UNSCALED, example=torch.randint(30, (3, 10)))
@@ -257,7 +257,7 @@ def skipped(layer: Any, engine: Any) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 @pytest.mark.parametrize("name", STRANGE)
 def test_an_activation_that_is_not_known_to_be_elementwise_is_refused(
     name: str, engine: Any
@@ -270,14 +270,14 @@ def test_an_activation_that_is_not_known_to_be_elementwise_is_refused(
             skipped(layer.train(training), engine)
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 def test_a_function_as_activation_is_refused_unless_it_is_known(engine: Any) -> None:
     layer = with_activation(GatedFeedForward(16, 32, gate=SCALED), lambda x: x.softmax(-1))
     with pytest.raises(ValueError, match="activation"):
         skipped(layer, engine)
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 def test_an_activation_that_is_replaced_later_is_refused_too(engine: Any) -> None:
     layer: Any = GatedFeedForward(16, 32, gate=SCALED)
     skip_closed_blocks(layer, engine)
@@ -287,7 +287,7 @@ def test_an_activation_that_is_replaced_later_is_refused_too(engine: Any) -> Non
         layer(torch.randn(3, 16))
 
 
-@pytest.mark.parametrize("engine", ["blocks"])
+@pytest.mark.parametrize("engine", ["blocks", "rows"])
 @pytest.mark.parametrize(
     "activation",
     [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.LeakyReLU(0.2, inplace=True), nn.ELU()],
@@ -341,7 +341,7 @@ def test_past_the_recompile_limit_closed_gates_learn_or_a_warning_says_so(kind: 
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 @pytest.mark.parametrize("kind", ["feed-forward", "mlp"])
 def test_copies_are_trained(kind: str, engine: Any) -> None:
     net: Any = GatedMLP(16, [32], 5, gate=UNSCALED)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedClassifier, GatedLinear, GatedMLP
 from dg_lightning.callbacks import GateMonitor, GatePenalty
-from dg_lightning.runtime import engines, skip_closed_blocks, skipping
+from dg_lightning.runtime import engines, lay_out_by_unit, skip_closed_blocks, skipping
 
 
 def fast_copy(net: GatedMLP, engine: Any = "blocks") -> GatedMLP:
@@ -22,7 +22,7 @@ def fast_copy(net: GatedMLP, engine: Any = "blocks") -> GatedMLP:
 
 DYNAMIC: Any = {"kind": "dynamic", "block_size": 4}
 STATIC: Any = {"kind": "static"}
-ENGINES = ["auto", "masked", "blocks"]
+ENGINES = ["auto", "masked", "blocks", "rows"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -131,7 +131,20 @@ def test_the_fastest_engine_is_measured_and_looked_for_again(monkeypatch: Any) -
         for size in (8, 9, 8, 8, 64):  # 8 and 9 are alike
             net(torch.randn(size, 12))
     assert asked == [8, 8, 64]
-    assert skipping.candidates(torch.randn(1, 2)) == ["dense", "blocks"]
+    assert skipping.candidates(torch.randn(1, 2), needs_grad=False) == ["dense", "blocks", "rows"]
+    assert skipping.candidates(torch.randn(1, 2), needs_grad=True) == ["dense", "blocks"]
+    assert skipping.candidates(torch.randn(9, 2), needs_grad=False) == ["dense", "blocks"]
+
+
+@pytest.mark.parametrize("engine", ["blocks", "rows"])
+def test_the_layout_by_unit_changes_no_value(engine: Any) -> None:
+    net = randomised(GatedMLP(12, [32, 16], 5, gate=DYNAMIC))
+    fast = fast_copy(net, engine)
+    lay_out_by_unit(fast)
+    assert fast.output.weight.stride(0) == 1
+    x = torch.randn(3, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), net(x))
 
 
 def test_copies_and_pickles_skip_too() -> None:
@@ -272,7 +285,7 @@ def test_an_empty_batch_makes_an_empty_output(scale: Any, shape: Any, engine: An
         assert fast(x).shape == (0, 5)
 
 
-@pytest.mark.parametrize("engine", ["auto", "blocks"])
+@pytest.mark.parametrize("engine", ["auto", "blocks", "rows"])
 @pytest.mark.parametrize("activation", [nn.PReLU(), nn.Softmax(-1), nn.Dropout()], ids=str)
 def test_an_activation_that_is_not_elementwise_is_refused(activation: Any, engine: Any) -> None:
     net = randomised(GatedMLP(12, [32], 5, gate=DYNAMIC))
