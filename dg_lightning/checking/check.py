@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from dg_lightning.study.runner import quietly
+from dg_lightning.quiet import quietly
 from dg_lightning.training.step_logging import loader_generators
 
 from .findings import Report, add_cost, add_findings, add_pickling, check_ranks, compare_resumed

@@ -21,8 +21,8 @@ from dg_lightning.cli.program import run_command
 from dg_lightning.cli.runs import add_config_option, newest_run
 from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import write_text
+from dg_lightning.quiet import quietly
 from dg_lightning.refusal import refusal
-from dg_lightning.study.runner import quietly
 
 VIEW_COMMANDS = ("report", "features")
 

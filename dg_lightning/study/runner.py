@@ -23,6 +23,7 @@ from dg_lightning.callbacks import BudgetController
 from dg_lightning.compute.macs import needed_parameters
 from dg_lightning.compute.metric import ComputeReport
 from dg_lightning.files import write_text
+from dg_lightning.quiet import is_quiet, quietly
 from dg_lightning.refusal import Refusal
 from dg_lightning.study.report import write_report
 from dg_lightning.study.settings import PlannedTrial, Variant, expand_seeds, plan_trials
@@ -37,31 +38,6 @@ from dg_lightning.study.tables import (
     summary_markdown,
     write_csv,
 )
-
-_VARIABLE = "DG_QUIET"  # an environment variable, so that worker processes inherit it
-
-
-def is_quiet() -> bool:
-    """Return True in quiet mode."""
-    return _VARIABLE in os.environ
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Print only warnings and errors inside this context."""
-    before, disabled = dict(os.environ), logging.root.manager.disable
-    os.environ |= {_VARIABLE: "1", "WANDB_SILENT": "true"}
-    logging.disable(logging.INFO)
-    try:
-        with open(os.devnull, "w", encoding="utf-8") as devnull, redirect_stdout(devnull):
-            yield
-    finally:
-        logging.disable(disabled)
-        for name in (_VARIABLE, "WANDB_SILENT"):
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
-
 
 # Runs `fit` with arguments and extra callbacks; returns an object with trainer, model and
 # datamodule. Provided by the command line.
