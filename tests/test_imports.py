@@ -95,3 +95,11 @@ def test_import_loads_nothing_heavy_beyond_lightning() -> None:
     ours = set(listed.split()) - sys.stdlib_module_names
     # torchmetrics imports transformers, which imports filelock, where they are installed.
     assert ours - {"filelock"} == {"dg_lightning"}
+
+
+def test_the_command_line_and_checks_need_no_extra() -> None:
+    absent = ("optuna", "wandb", "matplotlib", "anndata", "pandas", "onnx", "transformers")
+    run(
+        f"sys.modules |= dict.fromkeys({absent})\n"
+        "import dg_lightning.cli.commands, dg_lightning.checking, dg_lightning.datamodules"
+    )
