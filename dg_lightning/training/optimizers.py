@@ -75,9 +75,9 @@ def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> l
 
     >>> from dg_lightning import GatedLinear
     >>> net = nn.Sequential(GatedLinear(8, 4, gate={"kind": "static"}), nn.Linear(4, 2))
-    >>> optimizer = torch.optim.AdamW(param_groups(net, lr=1e-3, gate_lr_factor=30.0))
-    >>> [(len(g["params"]), round(g["lr"], 3)) for g in optimizer.param_groups]
-    [(4, 0.001), (1, 0.03)]
+    >>> weights, gates = param_groups(net, lr=1e-3, gate_lr_factor=30.0)
+    >>> len(weights["params"]), len(gates["params"]), gates["lr"]
+    (4, 1, 0.03)
     """
     if not lr > 0 or gate_lr_factor < 0:
         raise ValueError(
