@@ -2,17 +2,15 @@
 
 import json
 import logging
-import multiprocessing
-import os
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import optuna
@@ -23,11 +21,16 @@ from dg_lightning.callbacks import BudgetController
 from dg_lightning.compute.macs import needed_parameters
 from dg_lightning.compute.metric import ComputeReport
 from dg_lightning.files import write_text
-from dg_lightning.quiet import is_quiet, quietly
 from dg_lightning.refusal import Refusal
 from dg_lightning.study.report import write_report
 from dg_lightning.study.settings import PlannedTrial, Variant, expand_seeds, plan_trials
-from dg_lightning.study.shared import TrialQueue, sqlite_url
+from dg_lightning.study.shared import (
+    RunCommand,
+    TrialQueue,
+    claim_folder,
+    run_workers,
+    sqlite_url,
+)
 from dg_lightning.study.tables import (
     TASK_KEYS,
     epoch_rows,
@@ -38,10 +41,6 @@ from dg_lightning.study.tables import (
     summary_markdown,
     write_csv,
 )
-
-# Runs `fit` with arguments and extra callbacks; returns an object with trainer, model and
-# datamodule. Provided by the command line.
-RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
 
 
 class Stopwatch(pl.Callback):
@@ -226,11 +225,6 @@ def _describe_training(cli: Any) -> str:
     return ", ".join(parts)
 
 
-T = TypeVar("T")
-Work: TypeAlias = Callable[[T, RunCommand, int, int | None], None]
-_POLL_SECONDS = 2.0  # while other workers finish their last trials
-
-
 @dataclass
 class Study:
     """A study: variants x seeds of one dataset.
@@ -295,10 +289,34 @@ class Study:
         trials = plan_trials(self.dataset, variants, expand_seeds(self.seeds), self.options)
         return [trial for trial in trials if only is None or trial.variant in only]
 
-    def queue(self) -> TrialQueue:
+    def open(self, worker: int = 0) -> TrialQueue:
         """Open the queue of trials."""
         storage = self.storage or sqlite_url(self.folder)
         return TrialQueue(storage, self.name or self.table, self.folder / "workers")
+
+    def claim(self, shared: TrialQueue) -> optuna.Trial | None:
+        """Start a planned trial; return None if none is waiting."""
+        return shared.claim(self.planned(self.only))[0]
+
+    def count_unfinished(self, shared: TrialQueue) -> int:
+        """Return how many planned trials are waiting or running."""
+        return shared.count_unfinished(self.planned(self.only))
+
+    def run(self, run_command: RunCommand, shared: TrialQueue, trial: optuna.Trial) -> str:
+        """Train and test a trial, and write the tables; a failure must not stop the others."""
+        fingerprint = trial.user_attrs["fingerprint"]
+        plan = next(plan for plan in self.planned() if plan.fingerprint == fingerprint)
+        try:
+            row = train_and_test(run_command, self.dataset, self.table, plan, self.folder)
+        except (Exception, Refusal) as error:
+            folder = run_folder(self.folder, plan.variant, plan.seed)
+            with log_path(folder).open("a", encoding="utf-8") as file:
+                traceback.print_exception(error, file=file)
+            shared.fail(trial, error_summary(error))
+        else:
+            shared.record_result(trial, row)
+        rows = write_tables(self, shared)
+        return progress_line(plan, rows, self.count_unfinished(shared), self.workers)
 
 
 def run_study(study: Study, run_command: RunCommand) -> bool:
@@ -315,10 +333,10 @@ def run_study(study: Study, run_command: RunCommand) -> bool:
         raise ValueError(f"`workers` must be at least 1, got {study.workers}.")
     planned = study.planned(study.only)
     claim_folder(study.folder, "study", "search")
-    queue = study.queue()
+    queue = study.open()
     queue.requeue_lost()
     queue.fill(study.planned(), study.only, study.retry_failed)
-    run_workers(_worker_loop, study, run_command, study.workers)
+    run_workers(study, run_command)
     rows = write_tables(study, queue)
     failed = [row for row in rows if row["status"] != "complete"]
     print((study.folder / "summary.md").read_text(encoding="utf-8"))
@@ -328,89 +346,6 @@ def run_study(study: Study, run_command: RunCommand) -> bool:
     if left := queue.count_unfinished(planned):
         print(f"{left} trials are not done; run the same command to continue with them.")
     return not failed and not left
-
-
-def claim_folder(folder: Path, own: str, other: str) -> None:
-    """Create the folder of a study or search; raise if it holds the other kind."""
-    if (folder / f"{other}.json").exists():
-        raise ValueError(f"{folder} holds a {other}: give another `output`.")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / f"{own}.json").exists():
-        write_text(folder / f"{own}.json", "{}\n")
-
-
-def run_workers(work: Work[T], settings: T, run_command: RunCommand, workers: int) -> None:
-    """Run a function in several worker processes, this one included.
-
-    Args:
-        work: Called with the settings, `run_command`, the worker's index, and the id of the parent
-            process, with which it ends.
-        settings: Picklable settings.
-        run_command: Runs `fit`.
-        workers: Number of workers.
-    """
-    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    others = [
-        spawn.Process(target=_run_worker, args=(work, settings, run_command, index, os.getpid()))
-        for index in range(1, workers)
-    ]
-    for process in others:
-        process.start()
-    try:
-        work(settings, run_command, 0, None)
-    except (KeyboardInterrupt, SystemExit):
-        print("Interrupted; run the same command to continue.", flush=True)
-        for process in others:
-            process.terminate()
-        raise
-    for process in others:
-        process.join()
-
-
-def _run_worker(
-    work: Work[T], settings: T, run_command: RunCommand, index: int, parent: int
-) -> None:
-    """Run `work` in a child process, quiet if the parent is."""
-    with quietly() if is_quiet() else nullcontext():
-        work(settings, run_command, index, parent)
-
-
-def _worker_loop(study: Study, run_command: RunCommand, index: int, parent: int | None) -> None:
-    """Run trials until none is left or the parent process is gone."""
-    planned = study.planned(study.only)
-    with study.queue() as queue:
-        while parent is None or os.getppid() == parent:
-            queue.requeue_lost()
-            claimed, trial = queue.claim(planned)
-            if claimed is None or trial is None:
-                if not queue.count_unfinished(planned):
-                    return
-                time.sleep(_POLL_SECONDS)  # a worker may die and leave its trial
-                continue
-            with queue.heartbeat(claimed):
-                _run_trial(study, run_command, queue, claimed, trial)
-            rows = write_tables(study, queue)
-            left = queue.count_unfinished(planned)
-            print(progress_line(trial, rows, left, study.workers), flush=True)
-
-
-def _run_trial(
-    study: Study,
-    run_command: RunCommand,
-    queue: TrialQueue,
-    claimed: optuna.Trial,
-    trial: PlannedTrial,
-) -> None:
-    """Train and test a trial; a failure must not stop the others."""
-    try:
-        row = train_and_test(run_command, study.dataset, study.table, trial, study.folder)
-    except (Exception, Refusal) as error:
-        folder = run_folder(study.folder, trial.variant, trial.seed)
-        with log_path(folder).open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
-        queue.fail(claimed, error_summary(error))
-    else:
-        queue.record_result(claimed, row)
 
 
 def error_summary(error: BaseException) -> str:

@@ -5,7 +5,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -22,16 +21,16 @@ from typing_extensions import override
 from dg_lightning.configs import config_path
 from dg_lightning.files import write_text
 from dg_lightning.refusal import Refusal
-from dg_lightning.study.runner import (
-    RunCommand,
-    Stopwatch,
-    claim_folder,
-    error_summary,
-    run_workers,
-    train,
-)
+from dg_lightning.study.runner import Stopwatch, error_summary, train
 from dg_lightning.study.settings import as_option, training_inputs
-from dg_lightning.study.shared import SharedStudy, sqlite_url
+from dg_lightning.study.shared import (
+    RunCommand,
+    SharedStudy,
+    claim_folder,
+    given_params,
+    run_workers,
+    sqlite_url,
+)
 from dg_lightning.study.tables import write_csv
 
 
@@ -285,16 +284,48 @@ class Search:
         """Output folder."""
         return Path(self.output)
 
-    def study(self, salt: int = 0) -> SharedStudy:
-        """Open the search; the salt makes the samplers of workers differ."""
+    def open(self, worker: int = 0) -> SharedStudy:
+        """Open the search; samplers differ between workers and between runs."""
         storage = self.storage or sqlite_url(self.folder)
-        return SharedStudy(storage, self.name, self.folder / "workers", self._sampler(salt))
+        shared = SharedStudy(storage, self.name, self.folder / "workers")
+        shared.study.sampler = self._sampler(1000 * worker + len(shared.trials(*TrialState)))
+        return shared
 
     def _sampler(self, salt: int) -> BaseSampler:
         seed = self.seed + salt
         if self.sampler == "nsga2":
             return NSGAIISampler(seed=seed)
         return TPESampler(seed=seed) if self.sampler == "tpe" else RandomSampler(seed)
+
+    def claim(self, shared: SharedStudy) -> optuna.Trial | None:
+        """Start a waiting trial, or a new one while there are fewer than asked for."""
+        trials = 0 if self.sampler == "grid" else self.trials  # those of a grid are all queued
+        is_left = shared.trials(TrialState.WAITING) or len(_counted(shared)) < trials
+        return shared.ask() if is_left else None
+
+    def count_unfinished(self, shared: SharedStudy) -> int:
+        """Return how many trials are waiting or running."""
+        return len(shared.trials(TrialState.WAITING, TrialState.RUNNING))
+
+    def run(self, run_command: RunCommand, shared: SharedStudy, trial: optuna.Trial) -> str:
+        """Train a trial, and write the results; a failure must not stop the others."""
+        is_baseline = trial.user_attrs.get("kind") == _BASELINE
+        try:
+            values = None if is_baseline else {p.name: p.suggest(trial) for p in self.parameters}
+            pruning = DominancePruning(self, shared, trial)
+            folder = self.folder / "runs" / "trials" / f"trial_{trial.number}"
+            stopwatch = Stopwatch()
+            callbacks = [stopwatch, pruning]
+            cli, _ = train(run_command, self.arguments(values), folder, callbacks, test=False)
+        except optuna.TrialPruned as reason:
+            shared.prune(trial, str(reason))
+        except (Exception, Refusal) as error:
+            shared.fail(trial, error_summary(error))
+        else:
+            objectives = list(_objectives(cli.trainer.callback_metrics))
+            shared.finish(trial, objectives, train_seconds=stopwatch.seconds)
+        write_results(self, shared)
+        return _progress_line(self, shared, trial)
 
     def arguments(self, values: Mapping[str, Any] | None) -> list[str]:
         """Return the arguments of `fit` for values of the parameters; None for the baseline."""
@@ -342,7 +373,8 @@ class DominancePruning(pl.Callback):
         self.curve.append(_objectives(trainer.callback_metrics))
         self.trial.set_user_attr("curve", self.curve)
         may_prune = len(self.curve) >= self.search.give_up_after * (trainer.max_epochs or 0)
-        if self.search.dominated_by is None or not may_prune:
+        is_baseline = self.trial.user_attrs.get("kind") == _BASELINE
+        if self.search.dominated_by is None or is_baseline or not may_prune:
             return
         curves = [t.user_attrs["curve"] for t in self.shared.trials(TrialState.COMPLETE)]
         if count_dominating(self.curve, curves) >= self.search.dominated_by:
@@ -372,7 +404,7 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"`parameters` must be different dotted options, got {names}.")
     claim_folder(search.folder, "search", "study")
-    shared = search.study()
+    shared = search.open()
     trials = shared.trials(*TrialState)
     fingerprint = hashlib.sha256(search.fingerprint.encode()).hexdigest()
     if shared.study.user_attrs.get("asked", fingerprint) != fingerprint:
@@ -385,12 +417,11 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     if not any(trial.user_attrs.get("kind") == _BASELINE for trial in not_failed):
         shared.enqueue({}, {"kind": _BASELINE})
     if search.sampler == "grid":
-        tried = [{**t.system_attrs.get("fixed_params", {}), **t.params} for t in trials]
+        tried = [given_params(trial) for trial in trials]
         for settings in search.grid():
             if settings not in tried:
                 shared.enqueue(settings, {})
-        search = dataclasses.replace(search, trials=0)  # only the queued ones
-    run_workers(_worker_loop, search, run_command, search.workers)
+    run_workers(search, run_command)
     print(write_results(search, shared, run_command))
     failed = [t for t in shared.trials(TrialState.FAIL) if "reason" in t.user_attrs]
     if failed:
@@ -398,54 +429,11 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     return not failed
 
 
-def _worker_loop(search: Search, run_command: RunCommand, index: int, parent: int | None) -> None:
-    with search.study(salt=1000 * index + len(search.study().trials(*TrialState))) as shared:
-        while parent is None or os.getppid() == parent:
-            _requeue_lost(shared)
-            if len(_counted(shared)) >= search.trials and not shared.trials(TrialState.WAITING):
-                return
-            trial = shared.ask()
-            with shared.heartbeat(trial):
-                _run_trial(search, run_command, shared, trial)
-            write_results(search, shared)
-
-
-def _requeue_lost(shared: SharedStudy) -> None:
-    requeued = {trial.user_attrs.get("again") for trial in shared.trials(*TrialState)}
-    for trial in shared.lost():
-        if trial.number not in requeued:
-            attributes = {"again": trial.number}
-            if "kind" in trial.user_attrs:
-                attributes["kind"] = trial.user_attrs["kind"]
-            shared.enqueue(dict(trial.params), attributes)
-
-
 def _counted(shared: SharedStudy) -> list[FrozenTrial]:
     """Return all trials except the baseline and lost ones."""
     lost = {trial.number for trial in shared.lost()}
     trials = shared.trials(*TrialState)
     return [t for t in trials if t.number not in lost and t.user_attrs.get("kind") != _BASELINE]
-
-
-def _run_trial(
-    search: Search, run_command: RunCommand, shared: SharedStudy, trial: optuna.Trial
-) -> None:
-    is_baseline = trial.user_attrs.get("kind") == _BASELINE
-    try:
-        values = None if is_baseline else {p.name: p.suggest(trial) for p in search.parameters}
-        arguments = search.arguments(values)
-        pruning_rule = dataclasses.replace(search, dominated_by=None) if is_baseline else search
-        stopwatch, pruning = Stopwatch(), DominancePruning(pruning_rule, shared, trial)
-        folder = search.folder / "runs" / "trials" / f"trial_{trial.number}"
-        cli, _ = train(run_command, arguments, folder, [stopwatch, pruning], test=False)
-    except optuna.TrialPruned as reason:
-        shared.prune(trial, str(reason))
-    except (Exception, Refusal) as error:  # a failure must not stop the others
-        shared.fail(trial, error_summary(error))
-    else:
-        objectives = list(_objectives(cli.trainer.callback_metrics))
-        shared.finish(trial, objectives, train_seconds=stopwatch.seconds)
-    print(_progress_line(search, shared, trial), flush=True)
 
 
 def _progress_line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> str:
@@ -458,5 +446,5 @@ def _progress_line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> 
     else:
         result = f"failed, {frozen.user_attrs.get('reason', 'was given to another worker')}"
     done = [t for t in _counted(shared) if t.state.is_finished()]
-    total = max(search.trials, len(_counted(shared)))
+    total = max(0 if search.sampler == "grid" else search.trials, len(_counted(shared)))
     return f"[{len(done)}/{total}] {name}: {result}"

@@ -1,39 +1,58 @@
-"""An Optuna study in a database, shared by workers that take its trials."""
+"""An Optuna study in a database, and the workers that share its trials."""
 
+import itertools
 import math
+import multiprocessing
+import os
 import random
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
+import lightning.pytorch as pl
 import optuna
 from filelock import FileLock, Timeout
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.samplers import BaseSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import IntegrityError, ProgrammingError, SQLAlchemyError
 from typing_extensions import TypeIs
 
-from dg_lightning.files import locked
+from dg_lightning.files import locked, write_text
+from dg_lightning.quiet import is_quiet, quietly
 from dg_lightning.study.settings import PlannedTrial
+
+# Runs `fit` with arguments and extra callbacks; returns an object with trainer, model and
+# datamodule. Provided by the command line.
+RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
 
 _HEARTBEAT = 10  # seconds between heartbeats
 _GRACE = 60  # seconds without a heartbeat until a trial is lost
 _SQLITE_WAIT = 60  # seconds to wait for the transaction of another worker
+# Attributes that say what a trial is: of a planned one, and the baseline of a search.
+_PLANNED = ("variant", "seed", "fingerprint")
+IDENTITY = (*_PLANNED, "kind")
+_POLL_SECONDS = 2.0  # while other workers finish their last trials
 _MAX_ATTEMPTS = 5  # to open the database, and to record a result
 
 
 def sqlite_url(folder: Path) -> str:
     """Return the URL of an SQLite database in the folder."""
     return f"sqlite:///{folder / 'study.db'}"
+
+
+def claim_folder(folder: Path, own: str, other: str) -> None:
+    """Create the folder of a study or search; raise if it holds the other kind."""
+    if (folder / f"{other}.json").exists():
+        raise ValueError(f"{folder} holds a {other}: give another `output`.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / f"{own}.json").exists():
+        write_text(folder / f"{own}.json", "{}\n")
 
 
 class SharedStudy:
@@ -46,12 +65,9 @@ class SharedStudy:
         name: Name of the study in it.
         folder: Folder for the lock files of workers on this machine, which show at once whether
             they are alive; workers on other machines only have heartbeats.
-        sampler: Sampler of the settings of new trials.
     """
 
-    def __init__(
-        self, storage: str, name: str, folder: Path, sampler: BaseSampler | None = None
-    ) -> None:
+    def __init__(self, storage: str, name: str, folder: Path) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +75,7 @@ class SharedStudy:
         options: dict[str, Any] = {"pool_pre_ping": True}  # connections may have been dropped
         if is_file:
             options["connect_args"] = {"timeout": _SQLITE_WAIT}
-        with locked(folder / "create.lock", "opens the study", _SQLITE_WAIT), _suppress_warnings():
+        with locked(folder / "create.lock", "opens the study", _SQLITE_WAIT):
             self.storage = _open_storage(storage, options)
             if is_file:
                 _serialize_transactions(self.storage.engine)
@@ -67,11 +83,12 @@ class SharedStudy:
                 storage=self.storage,
                 study_name=name,
                 directions=["maximize", "minimize"],
-                sampler=sampler,
                 load_if_exists=True,
             )
         self.worker = uuid.uuid4().hex
         self._alive = FileLock(self._lock_path(self.worker))
+        # Of running trials by number: heartbeats, and when their count was last seen to change.
+        self._heartbeats: dict[int, tuple[int | None, float]] = {}
 
     def __enter__(self) -> Self:
         self._alive.acquire()
@@ -86,13 +103,11 @@ class SharedStudy:
 
     def enqueue(self, settings: dict[str, Any], attributes: dict[str, Any]) -> None:
         """Queue a trial with these settings."""
-        with _suppress_warnings():
-            self.study.enqueue_trial(settings, user_attrs=attributes)
+        self.study.enqueue_trial(settings, user_attrs=attributes)
 
     def ask(self) -> optuna.Trial:
         """Start the next waiting trial, or a new one if none is waiting."""
-        with _suppress_warnings():
-            return self._mark_started(self.study.ask())
+        return self._mark_started(self.study.ask())
 
     def start(self, waiting: FrozenTrial) -> optuna.Trial | None:
         """Start a waiting trial; return None if another worker was faster."""
@@ -105,7 +120,6 @@ class SharedStudy:
         return self._mark_started(optuna.Trial(self.study, trial_id))
 
     def _mark_started(self, trial: optuna.Trial) -> optuna.Trial:
-        self.storage.record_heartbeat(self._id(trial.number))
         trial.set_user_attr("worker", self.worker)
         return trial
 
@@ -116,13 +130,15 @@ class SharedStudy:
     @contextmanager
     def heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
         """Record heartbeats of a trial in the background; release it if interrupted."""
-        trial_id = self._id(trial.number)
         done = threading.Event()
 
         def beat() -> None:
-            while not done.wait(_HEARTBEAT):
-                with suppress(SQLAlchemyError, StorageInternalError):  # the next one may succeed
-                    self.storage.record_heartbeat(trial_id)
+            for count in itertools.count():
+                # The next one may succeed; a finished trial was given to another worker.
+                with suppress(SQLAlchemyError, StorageInternalError, UpdateFinishedTrialError):
+                    trial.set_user_attr("heartbeats", count)
+                if done.wait(_HEARTBEAT):
+                    return
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -175,37 +191,51 @@ class SharedStudy:
                     raise
                 time.sleep(_HEARTBEAT / _MAX_ATTEMPTS)
 
+    def requeue_lost(self) -> None:
+        """Requeue the trials whose workers died or were interrupted."""
+        requeued = {trial.user_attrs.get("again") for trial in self.trials(*TrialState)}
+        for trial in self.lost():
+            if trial.number not in requeued:
+                identity = {k: v for k, v in trial.user_attrs.items() if k in IDENTITY}
+                self.enqueue(given_params(trial), {**identity, "again": trial.number})
+
     def lost(self) -> list[FrozenTrial]:
         """Return the trials whose workers died or were interrupted, and mark them as failed."""
-        study = self.storage.get_study_id_from_name(self.study.study_name)
-        # Not `optuna.storages.fail_stale_trials`, which also fails trials of live workers.
-        stale = set(self.storage._get_stale_trial_ids(study))
         for trial in self.trials(TrialState.RUNNING):
-            if self._is_dead(trial, self._id(trial.number) in stale):
+            if self._is_dead(trial):
                 with suppress(UpdateFinishedTrialError):
                     self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         failed = self.trials(TrialState.FAIL)
         return [trial for trial in failed if "reason" not in trial.user_attrs]
 
-    def _is_dead(self, trial: FrozenTrial, is_stale: bool) -> bool:
-        """Return True if the worker of a trial is dead, by its lock file if on this machine."""
-        worker, start = trial.user_attrs.get("worker"), trial.datetime_start
-        if worker is None:  # died before its first heartbeat
-            return start is not None and datetime.now() - start > timedelta(seconds=_GRACE)
-        path = self._lock_path(worker)
+    def _is_dead(self, trial: FrozenTrial) -> bool:
+        """Return True if the worker of a trial is dead: by its lock file, else by heartbeats."""
+        worker = trial.user_attrs.get("worker", "")
         if worker == self.worker:
             return False
-        if not path.exists():
-            return is_stale
-        try:
-            with FileLock(path, timeout=0):
-                return True
-        except Timeout:
+        path = self._lock_path(worker)
+        if path.exists():  # a worker on this machine
+            try:
+                with FileLock(path, timeout=0):
+                    return True
+            except Timeout:
+                return False
+        # Counted by the clock of this process: clocks of machines differ.
+        beats, now = trial.user_attrs.get("heartbeats"), time.monotonic()
+        before, since = self._heartbeats.setdefault(trial.number, (beats, now))
+        if beats != before:
+            self._heartbeats[trial.number] = (beats, now)
             return False
+        return now - since > _GRACE
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials in these states, ordered by number."""
         return self.study.get_trials(deepcopy=False, states=states)
+
+
+def given_params(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the parameters of a trial, and those it was queued with."""
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
@@ -216,7 +246,7 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
     """
     for left in reversed(range(_MAX_ATTEMPTS)):
         try:
-            return RDBStorage(url, options, heartbeat_interval=_HEARTBEAT, grace_period=_GRACE)
+            return RDBStorage(url, options)
         except (SQLAlchemyError, ImportError, StorageInternalError, ValueError) as error:
             cause = error.__cause__ if isinstance(error, StorageInternalError) else error
             if left and isinstance(cause, (IntegrityError, ProgrammingError)):
@@ -269,16 +299,67 @@ def _serialize_transactions(engine: Engine) -> None:
     engine.dispose()  # drop earlier connections
 
 
-@contextmanager
-def _suppress_warnings() -> Iterator[None]:
-    """Suppress Optuna's warnings that heartbeats are experimental and meant for `optimize`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        warnings.filterwarnings("ignore", "Heartbeat of storage")
-        yield
+Q = TypeVar("Q", bound=SharedStudy)
 
 
-_IDENTITY = ("variant", "seed", "fingerprint")  # identify a trial
+class Job(Protocol[Q]):
+    """Trials for workers: a study or a search. Picklable, because workers are processes."""
+
+    workers: int
+
+    def open(self, worker: int) -> Q:
+        """Open the shared study for the worker with this index."""
+
+    def claim(self, shared: Q) -> optuna.Trial | None:
+        """Start a trial; return None if none is left to start."""
+
+    def count_unfinished(self, shared: Q) -> int:
+        """Return how many trials are waiting or running."""
+
+    def run(self, run_command: RunCommand, shared: Q, trial: optuna.Trial) -> str:
+        """Run a trial, record its result, and return a line about it."""
+
+
+def run_workers(job: Job[Any], run_command: RunCommand) -> None:
+    """Run the trials of a job in worker processes, this one included."""
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    others = [
+        spawn.Process(target=_run_worker, args=(job, run_command, index, os.getpid()))
+        for index in range(1, job.workers)
+    ]
+    for process in others:
+        process.start()
+    try:
+        _run_trials(job, run_command, 0, None)
+    except (KeyboardInterrupt, SystemExit):
+        print("Interrupted; run the same command to continue.", flush=True)
+        for process in others:
+            process.terminate()
+        raise
+    for process in others:
+        process.join()
+
+
+def _run_worker(job: Job[Any], run_command: RunCommand, index: int, parent: int) -> None:
+    """Run trials in a child process, quiet if the parent is."""
+    with quietly() if is_quiet() else nullcontext():
+        _run_trials(job, run_command, index, parent)
+
+
+def _run_trials(job: Job[Q], run_command: RunCommand, index: int, parent: int | None) -> None:
+    """Run trials until none is left or the parent process is gone."""
+    with job.open(index) as shared:
+        while parent is None or os.getppid() == parent:
+            shared.requeue_lost()
+            trial = job.claim(shared)
+            if trial is not None:
+                with shared.heartbeat(trial):
+                    line = job.run(run_command, shared, trial)
+                print(line, flush=True)
+            elif job.count_unfinished(shared):
+                time.sleep(_POLL_SECONDS)  # a worker may die and leave its trial
+            else:
+                return
 
 
 class TrialQueue(SharedStudy):
@@ -308,7 +389,7 @@ class TrialQueue(SharedStudy):
                 )
             is_new = before is None or (retry_failed and before.state is TrialState.FAIL)
             if is_new and (only is None or trial.variant in only):
-                self.enqueue({}, {name: getattr(trial, name) for name in _IDENTITY})
+                self.enqueue({}, {name: getattr(trial, name) for name in _PLANNED})
 
     def claim(
         self, planned: Sequence[PlannedTrial]
@@ -340,12 +421,6 @@ class TrialQueue(SharedStudy):
             self.finish(trial, values, row=row)
         else:  # Optuna would mark it as failed without a reason
             self.fail(trial, f"Its {score} is {values[0]} at {values[1]} MACs.")
-
-    def requeue_lost(self) -> None:
-        """Requeue trials whose workers died or were interrupted."""
-        lost = {_key(trial): trial for trial in self.lost() if "variant" in trial.user_attrs}
-        for key in lost.keys() - {_key(trial) for trial in self._live()}:
-            self.enqueue({}, {name: lost[key].user_attrs[name] for name in _IDENTITY})
 
     def count_unfinished(self, planned: Iterable[PlannedTrial]) -> int:
         """Return how many of these trials are waiting or running."""

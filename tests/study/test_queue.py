@@ -6,7 +6,7 @@ import os
 import signal
 import sqlite3
 import time
-from datetime import datetime, timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from dg_lightning.study.shared import TrialQueue, sqlite_url
 PLANNED = [PlannedTrial(v, s, (), f"{v}{s}") for s in range(3) for v in ("a", "b")]
 FIRST = PLANNED[:1]
 ROW: dict[str, Any] = {"accuracy": 0.5, "macs": 10.0}
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
 
 
 def open_queue(folder: Path, workers: str = "workers") -> TrialQueue:
@@ -146,42 +151,52 @@ def test_who_is_interrupted_puts_its_trial_back(tmp_path: Path) -> None:
         claimed(queue)
 
 
-def age_heartbeats(queue: TrialQueue) -> None:
-    """Let an hour pass."""
-    with queue.storage.engine.begin() as connection:
-        connection.exec_driver_sql(
-            "UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')"
-        )
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that only the test moves."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
 
 
-def test_who_is_alive_is_left_alone_whatever_its_heartbeat(tmp_path: Path) -> None:
+def test_who_is_alive_is_left_alone_whatever_its_heartbeat(tmp_path: Path, clock: Clock) -> None:
     with open_queue(tmp_path) as one, open_queue(tmp_path) as two:
         one.fill(FIRST)
         claimed(one)
-        age_heartbeats(two)  # as of a process that was stopped
+        two.requeue_lost()
+        clock.now += 3600  # as of a process that was stopped
         two.requeue_lost()
         assert two.count_unfinished(PLANNED) == 1
         assert two.claim(PLANNED) == (None, None)
 
 
-def test_a_worker_elsewhere_is_lost_when_its_heartbeat_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_worker_elsewhere_is_lost_when_its_heartbeat_stops(
+    beats: bool, tmp_path: Path, clock: Clock
+) -> None:
     with open_queue(tmp_path, "elsewhere") as elsewhere, open_queue(tmp_path) as queue:
         elsewhere.fill(FIRST)
-        claimed(elsewhere)
+        trial = claimed(elsewhere)
+        for count in range(3):
+            queue.requeue_lost()
+            assert queue.claim(PLANNED) == (None, None)
+            trial.set_user_attr("heartbeats", count if beats else 0)
+            clock.now += 40
+        queue.requeue_lost()
+        assert queue.claim(PLANNED)[1] == (None if beats else PLANNED[0])
+
+
+def test_who_died_before_it_said_its_name_is_lost_after_a_while(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with open_queue(tmp_path) as queue:
+        queue.fill(FIRST)
+        queue.study.ask()
         queue.requeue_lost()
         assert queue.claim(PLANNED) == (None, None)
-        age_heartbeats(queue)
+        clock.now += 3600
         queue.requeue_lost()
         assert queue.claim(PLANNED)[1] == PLANNED[0]
-
-
-def test_who_died_before_the_first_sign_of_life_is_lost_after_a_while(tmp_path: Path) -> None:
-    with open_queue(tmp_path) as queue:
-        trial = optuna.trial.create_trial(state=TrialState.RUNNING)
-        trial.datetime_start = datetime.now()
-        assert not queue._is_dead(trial, is_stale=False)
-        trial.datetime_start -= timedelta(hours=1)
-        assert queue._is_dead(trial, is_stale=False)
 
 
 def test_a_failure_has_a_reason_and_is_retried_only_if_asked(tmp_path: Path) -> None:
@@ -237,20 +252,21 @@ def test_a_heart_beats_on_when_the_database_stumbles(
     monkeypatch.setattr(shared, "_HEARTBEAT", 0.01)
     beats: list[int] = []
 
-    def beat(trial: int) -> None:
-        beats.append(trial)
-        if len(beats) == 1:
-            raise StorageInternalError("database is locked")
-
     with open_queue(tmp_path) as queue:
         queue.fill(FIRST)
         trial = claimed(queue)
-        monkeypatch.setattr(queue.storage, "record_heartbeat", beat)
+
+        def beat(name: str, count: int) -> None:
+            beats.append(count)
+            if len(beats) == 1:
+                raise StorageInternalError("database is locked")
+
+        monkeypatch.setattr(trial, "set_user_attr", beat)
         with queue.heartbeat(trial):
             deadline = time.monotonic() + 5
             while len(beats) < 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
-    assert len(beats) >= 3
+    assert beats[:3] == [0, 1, 2]
 
 
 def test_a_row_is_written_when_the_database_is_back(

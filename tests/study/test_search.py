@@ -205,7 +205,7 @@ def searched(folder: Path, config: str | None, hidden: list[int]) -> tuple[Searc
         ],
         baseline="digits/baseline",
     )
-    found = asked.study()
+    found = asked.open()
     found.enqueue({}, {"kind": "baseline"})
     found.finish(found.ask(), [0.9, 1000.0], train_seconds=1.0, config="{}")
     found.enqueue({"model.gate_lr_factor": 3.5, "model.net.hidden": str(hidden)}, {})
