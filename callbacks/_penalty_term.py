@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,16 @@ from dg_lightning.gates import GateLike, SharedState, detach_graph, shared_state
 from dg_lightning.training import DeviceNumbers, is_replayed
 
 from ._shared import mean_over_ranks, refuse_two_penalties, refuse_uncounted_steps
+
+
+@dataclass
+class _Batch:
+    """What has happened to the p (or g) that gates recorded in one batch."""
+
+    before: list[Tensor | None] = field(default_factory=list)  # recorded before the batch
+    current: set[Tensor] = field(default_factory=set)  # in the rates computed last
+    added: set[Tensor] = field(default_factory=set)  # their penalty is part of a loss
+    penalized: set[Tensor] = field(default_factory=set)  # that loss was differentiated
 
 
 class PenaltyTerm:
@@ -35,22 +46,18 @@ class PenaltyTerm:
     ) -> None:
         self.gates = gates
         self.of: Literal["p", "g"] = of
-        self.unit_costs = dict(unit_costs or {})
+        self.unit_costs = {
+            name: DeviceNumbers([cost / sum(costs) for cost in costs])
+            for name, costs in (unit_costs or {}).items()
+        }
+        self.factors = DeviceNumbers()  # on the gradient of each gate
         self.usage: Tensor | None = None  # that was penalised last
-        self.numbers = DeviceNumbers()
-        for name, costs in self.unit_costs.items():
-            self.numbers.set(f"costs of {name}", [cost / sum(costs) for cost in costs])
         self.in_backward = False  # whether Lightning is differentiating a loss
         self._handles: list[Any] = []
-        self._before: list[Tensor | None] = []  # what gates had recorded when this batch began
-        # Values of p or g in this batch: those in the current term, those whose penalty was added
-        # to a loss, and those whose penalty has been differentiated.
-        self._current: set[Tensor] = set()
-        self._added: set[Tensor] = set()
-        self._penalized: set[Tensor] = set()
+        self._batch = _Batch()
 
     @torch.no_grad()
-    def note(self, usage: Tensor) -> None:
+    def record_usage(self, usage: Tensor) -> None:
         """Keep the usage of a pass, in place, to be logged when the batch ends."""
         if self.usage is None or self.usage.device != usage.device:
             self.usage = usage.detach().clone()
@@ -60,7 +67,7 @@ class PenaltyTerm:
     def prepare(self, trainer: Any) -> bool:
         """Set the factors of gates; return whether one of them is not 1."""
         factors = [shared.factor for shared in self.shared(trainer)]
-        self.numbers.set("factors", factors)
+        self.factors.set(factors)
         return any(factor != 1 for factor in factors)
 
     def shared(self, trainer: Any) -> list[SharedState]:
@@ -94,7 +101,7 @@ class PenaltyTerm:
                 f"A penalty on gates needs a scalar loss, got shape {tuple(loss.shape)}."
             )
         values = self._values()
-        fresh = {v for v in values if v is not None and v.requires_grad} - self._penalized
+        fresh = {v for v in values if v is not None and v.requires_grad} - self._batch.penalized
         # A gate that has not run in this batch, as in stochastic depth, gets no penalty.
         blind: list[str] = []
         if required and pl_module.automatic_optimization:
@@ -106,12 +113,12 @@ class PenaltyTerm:
                 made = (v.grad_fn for v in (gate.probability, gate.gate) if v is not None)
                 if value is not None and nodes.isdisjoint(made):
                     fresh.discard(value)
-        self._current = fresh
+        self._batch.current = fresh
         live = [v if v is None or v in fresh else v.detach() for v in values]
         each = [self._rate(name, value) for name, value in zip(self.gates, live, strict=True)]
         rates = torch.stack(each).to(loss.device)
         if self.prepare(trainer):
-            rates = scale_gradient(rates, self.numbers.get("factors", rates))
+            rates = scale_gradient(rates, self.factors.on(rates))
         if over_ranks and trainer.world_size > 1:  # also where no gate has run on this rank
             here = torch.cat([rates.detach(), rates.new_tensor([float(bool(blind))])])
             mean = mean_over_ranks(trainer, here)
@@ -139,7 +146,7 @@ class PenaltyTerm:
     def _without_graph(self, values: list[Tensor | None]) -> list[str]:
         """Name the gates that can be trained and have run in this batch, but not with a graph."""
         found = []
-        known = self._before or [None] * len(values)
+        known = self._batch.before or [None] * len(values)
         for (name, gate), value, old in zip(self.gates.items(), values, known, strict=True):
             ran_blind = value is not None and value is not old and not value.requires_grad
             if ran_blind and isinstance(gate, nn.Module):
@@ -149,8 +156,8 @@ class PenaltyTerm:
     def _rate(self, name: str, value: Tensor | None) -> Tensor:
         if value is None:  # a gate that has not run yet counts as open
             return torch.ones_like(self.gates[name].threshold)
-        priced = name in self.unit_costs
-        return mean_rate(value, self.numbers.get(f"costs of {name}", value) if priced else None)
+        costs = self.unit_costs.get(name)
+        return mean_rate(value, None if costs is None else costs.on(value))
 
     def add(self, trainer: Any, pl_module: pl.LightningModule, loss: Tensor, term: Tensor) -> None:
         """Add a penalty on `rates` to a loss in place; the value of the loss does not change."""
@@ -160,8 +167,8 @@ class PenaltyTerm:
         if scaler is not None:  # the loss is scaled already
             term = scaler.scale(term)
         zero = term - term.detach()
-        zero.register_hook(partial(self._pass_once, self._current))
-        self._added |= self._current
+        zero.register_hook(partial(self._pass_once, self._batch.current))
+        self._batch.added |= self._batch.current
         try:
             # The loss keeps its value, which its last operation may have saved for backward.
             with _unsafe_preserve_version_counter(loss):
@@ -176,9 +183,9 @@ class PenaltyTerm:
 
     def _pass_once(self, values: set[Tensor], gradient: Tensor) -> Tensor:
         """Pass the gradient of a penalty once, even if its loss is differentiated repeatedly."""
-        if values <= self._penalized:
+        if values <= self._batch.penalized:
             return torch.zeros_like(gradient)
-        self._penalized |= values
+        self._batch.penalized |= values
         return gradient
 
     def watch_backward(self, pl_module: pl.LightningModule) -> None:
@@ -206,12 +213,12 @@ class PenaltyTerm:
             )
 
     def begin_batch(self) -> None:
-        """Note what gates have recorded before this batch."""
-        self._before = self._values()
+        """Start a batch with what gates have recorded before it."""
+        self._batch = _Batch(self._values())
 
     def end_batch(self) -> None:
         """Check that the penalty has acted, and detach the gates from their graph."""
-        missed = not self._added <= self._penalized
+        missed = not self._batch.added <= self._batch.penalized
         self.detach()
         if missed:
             raise RuntimeError(
@@ -222,12 +229,11 @@ class PenaltyTerm:
     def detach(self) -> None:
         """Detach the gates from the graph of the last forward pass."""
         detach_graph(self.gates.values())
-        self._current, self._added, self._penalized = set(), set(), set()
+        self._batch = _Batch()
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph, and handles of hooks, can be neither copied nor pickled.
-        empty: dict[str, Any] = {"_current": set(), "_added": set(), "_penalized": set()}
-        return {**self.__dict__, **empty, "_before": [], "_handles": []}
+        return {**self.__dict__, "_batch": _Batch(), "_handles": []}
 
 
 class Penalty(pl.Callback, ABC):
@@ -252,7 +258,7 @@ class Penalty(pl.Callback, ABC):
         """Set what the penalty of a step depends on, see `CapturedSteps`."""
 
     @abstractmethod
-    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Add the penalty to a loss."""
 
     @override
@@ -262,7 +268,7 @@ class Penalty(pl.Callback, ABC):
         self.term.in_backward = True
         if not is_replayed(pl_module):
             self.prepare_step(trainer)
-            self.press(trainer, pl_module, loss)
+            self.add_penalty(trainer, pl_module, loss)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -103,9 +103,9 @@ class BudgetController(Restored, Penalty):
     def _reset(self) -> None:
         self._regulators: dict[str, Regulator] = {}
         self._measured_at = 0
-        self._presses = False  # whether the penalty acts in the current step
+        self._penalizes = False  # whether the penalty acts in the current step
         self.frozen = False  # whether gates have stopped learning, and land
-        self._frozen: FrozenGates | None = None
+        self._held: FrozenGates | None = None  # their parameters, once they are
 
     @cached_property  # Lightning asks for it in every hook of every step
     @override
@@ -171,17 +171,17 @@ class BudgetController(Restored, Penalty):
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
         begun = trainer.global_step >= self._times.begin and self.method != "shift"
         for shared in self.term.shared(trainer):
-            shared.penalty_active = bool(shared.penalty_active) or (begun and shared.factor > 0)
-        self._presses = begun and self._frozen is None
+            shared.penalty_begun = bool(shared.penalty_begun) or (begun and shared.factor > 0)
+        self._penalizes = begun and self._held is None
         for regulator in self._regulators.values():
             regulator.budget.update_prices()
-            if self._presses and regulator.start is None:
+            if self._penalizes and regulator.start is None:
                 return None  # the penalty begins with a measurement
-        return self._presses, self.term.prepare(trainer)
+        return self._penalizes, self.term.prepare(trainer)
 
     @override
-    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if not self._presses:
+    def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if not self._penalizes:
             return
         for regulator in self._regulators.values():
             regulator.begin(partial(mean_over_ranks, trainer))
@@ -191,19 +191,19 @@ class BudgetController(Restored, Penalty):
             pairs = zip(self._regulators.values(), usage, strict=True)
             term = torch.stack([regulator.penalty(used) for regulator, used in pairs]).sum()
             self.term.add(trainer, pl_module, loss, term)
-            self.term.note(usage)
+            self.term.record_usage(usage)
 
     def _usage(self, rates: Tensor) -> Tensor:
         return usage_by_budget([r.budget for r in self._regulators.values()], rates)
 
     def _log_penalty(self, pl_module: Any) -> None:
         if any(is_due(pl_module.trainer, self._key(name, "penalty")) for name in self._regulators):
-            penalised = self.term.usage if self._presses else None
+            penalised = self.term.usage if self._penalizes else None
             if penalised is None:  # on this rank: gates may run on some ranks only
                 penalised = self._usage(self.term.last_rates())
             usages = mean_over_ranks(pl_module.trainer, penalised.double())
             for usage, (name, regulator) in zip(usages, self._regulators.items(), strict=True):
-                weight = regulator.multiplier.value if self._presses else 0.0
+                weight = regulator.multiplier.value if self._penalizes else 0.0
                 self._log(pl_module, name, penalty=usage, penalty_weight=weight)
 
     def _key(self, name: str, of: str) -> str:
@@ -219,8 +219,8 @@ class BudgetController(Restored, Penalty):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, *args, **kwargs)
         self._log_penalty(pl_module)
-        if self._frozen is not None:
-            self._frozen.hold()
+        if self._held is not None:
+            self._held.hold()
         step, times = trainer.global_step, self._times
         lands = not self.landed and step >= (times.landed if self.frozen else times.landing)
         due = step // times.interval > self._measured_at // times.interval
@@ -240,7 +240,7 @@ class BudgetController(Restored, Penalty):
         mean = partial(mean_over_ranks, trainer)
         for regulator in self._regulators.values():
             used = regulator.measure(mean)
-            if self._frozen is not None:
+            if self._held is not None:
                 regulator.land(used, self._times.landing_progress(step), mean)
             elif self._times.begin <= step < self._times.landing:
                 regulator.control(used, self._times.pressed(step), mean)
@@ -250,7 +250,7 @@ class BudgetController(Restored, Penalty):
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Freeze the gates, in averages of the weights too."""
         self.frozen = True
-        self._frozen = FrozenGates(self.term.gates.values())
+        self._held = FrozenGates(self.term.gates.values())
         for shared in self.term.shared(trainer):
             shared.frozen = True
         copy_gates_to_averages(pl_module, trainer)

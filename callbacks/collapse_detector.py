@@ -157,7 +157,7 @@ class CollapseDetector(Restored):
     def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
         """Join what was measured with what the schedules say."""
         shared = shared_state(trainer, gate)
-        if shared.penalty_active:
+        if shared.penalty_begun:
             self._pressed_since.setdefault(name, trainer.global_step)
         since = self._pressed_since.get(name, trainer.global_step)
         return GateState(
@@ -166,7 +166,7 @@ class CollapseDetector(Restored):
             floor=floor_of(gate) * gate.block_size / gate.units,
             initial_p=gate.initial_open_rate,
             input_dependent=gate.input_dependent,
-            begun=shared.penalty_active is not False,  # None: somebody's own penalty, or no penalty
+            begun=shared.penalty_begun is not False,  # None: somebody's own penalty, or no penalty
             fixed=getattr(gate, "k", None) is not None,
             controlled=shared.controlled,
             pressed=(trainer.global_step - since) / (self._total or trainer.global_step),

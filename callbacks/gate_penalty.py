@@ -18,7 +18,7 @@ from dg_lightning.budget import (
 from dg_lightning.compute import linear_maps
 from dg_lightning.gates import by_pattern, gate_layers
 from dg_lightning.schedules import Clock, Curve, Schedule, ValueAt, as_schedule, warn_of_risks
-from dg_lightning.training.step_logging import log_step
+from dg_lightning.training import DeviceNumbers, log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
 
@@ -108,6 +108,7 @@ class GatePenalty(Penalty):
         self.unit_costs = unit_costs
         self.name = name
         self.term = PenaltyTerm({})
+        self._weight, self._targets = DeviceNumbers(), DeviceNumbers()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,7 +137,7 @@ class GatePenalty(Penalty):
                 )
         self.term = PenaltyTerm(gates, self.of, costs)
         layer_weights = by_pattern("layer_weights", self.layer_weights, gates, 1.0)
-        self.term.numbers.set("layer weights", list(layer_weights))
+        self._layer_weights = DeviceNumbers(layer_weights)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,32 +159,31 @@ class GatePenalty(Penalty):
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
         weight, shared = self._weight_at(trainer.global_step), self.term.shared(trainer)
         self._mean_weight = weight * sum(state.factor for state in shared) / len(shared)
-        self.term.numbers.set("weight", [weight])
-        self.term.numbers.set("targets", self._targets(trainer))
+        self._weight.set([weight])
+        self._targets.set(self._target_rates(trainer))
         if self._prices is not None:
             self._prices.update()
         if self.usage != "hinge_below":  # which closes no gates
             for state in shared:
-                state.penalty_active = state.penalty_active or weight * state.factor > 0
+                state.penalty_begun = state.penalty_begun or weight * state.factor > 0
         return self.term.prepare(trainer)
 
     @override
-    def press(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         # The gradient of the linear term does not depend on other processes.
         rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "linear")
         if rates is None:
             return
-        numbers, weighted = self.term.numbers, bool(self.layer_weights)
         usage = usage_term(
             self.usage,
             rates,
-            targets=numbers.get("targets", rates),
+            targets=self._targets.on(rates),
             power=self.power,
-            layer_weights=numbers.get("layer weights", rates) if weighted else None,
+            layer_weights=self._layer_weights.on(rates) if self.layer_weights else None,
             prices=self._prices,
         )
-        self.term.add(trainer, pl_module, loss, numbers.get("weight", rates)[0] * usage)
-        self.term.note(usage)
+        self.term.add(trainer, pl_module, loss, self._weight.on(rates)[0] * usage)
+        self.term.record_usage(usage)
 
     @override
     def on_train_batch_end(
@@ -195,7 +195,7 @@ class GatePenalty(Penalty):
             log_step(pl_module, {f"gates/penalty{suffix}": self.term.usage})
             log_step(pl_module, {f"gates/penalty_weight{suffix}": self._mean_weight})
 
-    def _targets(self, trainer: Any) -> list[float]:
+    def _target_rates(self, trainer: Any) -> list[float]:
         """Return the rate that each gate should have."""
         if self.usage in ("linear", "expected_macs"):
             return []

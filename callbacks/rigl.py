@@ -12,7 +12,6 @@ from typing_extensions import override
 from dg_lightning.arguments import checked
 from dg_lightning.rewiring import (
     Distribution,
-    DropSchedule,
     DropShape,
     Initial,
     OpenRates,
@@ -22,12 +21,12 @@ from dg_lightning.schedules import Duration
 from dg_lightning.training.optimizers import unscales_itself
 
 from ._shared import mean_over_ranks
-from .sparse import NewMasks, Sparse
+from .sparse import NewMasks, Rewiring
 
 _LEAST_RATE = 1e-3  # of samples with both ends of a connection open
 
 
-class RigL(Sparse):
+class RigL(Rewiring):
     """Trains a sparse net, and moves connections to where the gradient is largest.
 
     Every `every_n_steps` optimizer steps, right after the step, each layer drops the connections
@@ -100,9 +99,10 @@ class RigL(Sparse):
         masks: str | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
-        self.schedule: DropSchedule = DropSchedule(every_n_steps, drop_fraction, drop_shape, until)
-        self.exclude_just_dropped = exclude_just_dropped
+        super().__init__(
+            sparsity, distribution, layers, structure, every_n_steps, drop_fraction, drop_shape,
+            until, exclude_just_dropped, initial, masks, seed,
+        )  # fmt: skip
         if not 0 <= mean_decay < 1:
             raise ValueError(f"`mean_decay` must be in [0, 1), got {mean_decay}.")
         self.grow = grow
@@ -193,11 +193,6 @@ class RigL(Sparse):
             masks[layer] = self.rewire(step, layer, keep, grow)
         self._gradients = {}
         return masks, scores
-
-    def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return the new mask of a layer, from the scores for keeping and for growing."""
-        fraction = self.schedule.fraction(step)
-        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)
 
     @override
     def state_dict(self) -> dict[str, Any]:

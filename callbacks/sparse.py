@@ -51,21 +51,30 @@ class Sparse(pl.Callback):
 
     Gradients are masked before the optimizer's step, and weights after it, whoever else has changed
     them. A subclass says when connections change (`changes_after`) and how (`new_masks`).
+
+    Args:
+        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers; None for all outside of gates.
+        structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
+        initial: The connections: `random`, or those of the largest weights (`magnitude`).
+        masks: A checkpoint to take the masks from, see `RigL`.
+        seed: Seed of the random masks; None for the seed of the run.
     """
 
     sees_all_gradients = False  # or only those of steps after which connections change
     retry_skipped = False  # whether a change that a step did not allow is made after the next one
-    schedule: DropSchedule | None = None  # of callbacks that drop and grow
 
+    @checked
     def __init__(
         self,
-        sparsity: float | dict[str, float],
-        distribution: Distribution,
-        layers: list[str] | None,
-        structure: str,
-        initial: Initial,
-        masks: str | None,
-        seed: int | None,
+        sparsity: float | dict[str, float] = 0.9,
+        distribution: Distribution = "erk",
+        layers: list[str] | None = None,
+        structure: str = "unstructured",
+        initial: Initial = "random",
+        masks: str | None = None,
+        seed: int | None = None,
     ) -> None:
         check_sparsity(sparsity, distribution, layers)
         if seed is not None and seed < 0:
@@ -98,7 +107,7 @@ class Sparse(pl.Callback):
 
     def changes_after(self, step: int, last: int) -> bool:
         """Return True if a layer that changed `last` changes after this step, counted from 1."""
-        return self.schedule is not None and self.schedule.is_due(step, last)
+        return False
 
     def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
         """Return the new masks of layers, after the optimizer's step."""
@@ -111,7 +120,7 @@ class Sparse(pl.Callback):
 
     def prepare(self, clock: Clock) -> str | None:
         """Resolve durations, when training starts; return a warning, if any."""
-        return self.schedule.resolve(clock, type(self).__name__) if self.schedule else None
+        return None
 
     def reset(self) -> None:
         """Forget an earlier training run."""
@@ -303,63 +312,32 @@ class Sparse(pl.Callback):
 class StaticSparse(Sparse):
     """Trains a sparse net with fixed random connections: the baseline of rewiring.
 
-    Also continues the training of a net that was pruned elsewhere, see `masks`.
-
-    Args:
-        sparsity: The share of weights that are 0, over all layers or by name pattern.
-        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers; None for all outside of gates.
-        structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
-        initial: The connections: `random`, or those of the largest weights (`magnitude`).
-        masks: A checkpoint to take the masks from, see `RigL`.
-        seed: Seed of the random masks; None for the seed of the run.
-
-    Logs the same keys as `RigL`.
+    Also continues the training of a net that was pruned elsewhere, see `masks`. Takes the arguments
+    of `Sparse`, and logs the same keys as `RigL`.
 
     >>> StaticSparse(sparsity={"fc1": 0.8}).sparsity
     {'fc1': 0.8}
     """
 
-    @checked
-    def __init__(
-        self,
-        sparsity: float | dict[str, float] = 0.9,
-        distribution: Distribution = "erk",
-        layers: list[str] | None = None,
-        structure: str = "unstructured",
-        initial: Initial = "random",
-        masks: str | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
 
-
-class SET(Sparse):
-    """Trains a sparse net, and moves connections of small weight to random places.
-
-    Like `RigL`, but without the gradient. Random places are identical on all ranks.
-
-    (Mocanu, Mocanu, Stone, Nguyen, Gibescu, Liotta: "Scalable training of artificial neural
-    networks with adaptive sparse connectivity inspired by network science", arXiv:1707.04780.)
+class Rewiring(Sparse):
+    """Drops connections and grows as many: the base of `RigL` and `SET`.
 
     Args:
         sparsity: The share of weights that are 0, over all layers or by name pattern.
         distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
         layers: Name patterns of linear and convolution layers; None for all outside of gates.
-        structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
+        structure: `unstructured`; `block:16` for squares of 16 x 16; `2:4` for 2 of every 4 inputs;
+            `fan_in` for the same number of inputs for every output.
         every_n_steps: Optimizer steps between updates.
-        drop_fraction: The share of connections that an update drops.
+        drop_fraction: The share of connections that the first update drops.
         drop_shape: How that share falls until the last update.
         until: When updates end.
         exclude_just_dropped: Whether connections that were just dropped may not grow again.
         initial: The first connections: `random`, or those of the largest weights (`magnitude`).
-        masks: A checkpoint to take the first masks from, see `RigL`.
-        seed: Seed of the random places; None for the seed of the run.
-
-    Logs the same keys as `RigL`.
-
-    >>> SET(sparsity=0.9).schedule.drop_fraction
-    0.3
+        masks: A checkpoint to take the first masks from: of this package, or pruned with
+            torch.nn.utils.prune or Lightning's ModelPruning.
+        seed: Seed of random connections; None for the seed of the run.
     """
 
     @checked
@@ -379,8 +357,35 @@ class SET(Sparse):
         seed: int | None = None,
     ) -> None:
         super().__init__(sparsity, distribution, layers, structure, initial, masks, seed)
-        self.schedule: DropSchedule = DropSchedule(every_n_steps, drop_fraction, drop_shape, until)
+        self.schedule = DropSchedule(every_n_steps, drop_fraction, drop_shape, until)
         self.exclude_just_dropped = exclude_just_dropped
+
+    @override
+    def changes_after(self, step: int, last: int) -> bool:
+        return self.schedule.is_due(step, last)
+
+    @override
+    def prepare(self, clock: Clock) -> str | None:
+        return self.schedule.resolve(clock, type(self).__name__)
+
+    def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
+        """Return the new mask of a layer, from the scores for keeping and for growing."""
+        fraction = self.schedule.fraction(step)
+        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)
+
+
+class SET(Rewiring):
+    """Trains a sparse net, and moves connections of small weight to random places.
+
+    Like `RigL`, but without the gradient. Random places are identical on all ranks. Takes the
+    arguments of `Rewiring`, and logs the same keys as `RigL`.
+
+    (Mocanu, Mocanu, Stone, Nguyen, Gibescu, Liotta: "Scalable training of artificial neural
+    networks with adaptive sparse connectivity inspired by network science", arXiv:1707.04780.)
+
+    >>> SET(sparsity=0.9).schedule.drop_fraction
+    0.3
+    """
 
     @override
     @torch.no_grad()
@@ -393,8 +398,3 @@ class SET(Sparse):
             scores.append(keep)
             masks[layer] = self.rewire(step, layer, keep, grow)
         return masks, scores
-
-    def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return the new mask of a layer, from the scores for keeping and for growing."""
-        fraction = self.schedule.fraction(step)
-        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)

@@ -23,7 +23,7 @@ class SharedState:
     threshold: float | None = None  # ThresholdPhases
     keep: float | None = None  # ThresholdPhases: fraction of gates to keep open
     phase_factor: float = 1.0  # ThresholdPhases
-    penalty_active: bool | None = None  # GatePenalty, BudgetController: True once it acts
+    penalty_begun: bool | None = None  # the penalty on this gate; there is at most one
     controlled: bool = False  # BudgetController: it sets the open rate
     frozen: bool = False  # BudgetController: it lands or has landed, must not be changed
     temperature_offset: float = 0.0  # CollapseDetector

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,8 +142,8 @@ def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     if not torch.is_grad_enabled():
         return _run_blocks_without_grad(x, gate, net)
     other = net.other or (None, None)
-    arguments = x, gate, *net.first, *net.second, *other, net.block_size, net.activation
-    out: Tensor = _RunBlocks.apply(*arguments)  # type: ignore[no-untyped-call]
+    tensors = Operands(x, gate, *net.first, *net.second, *other)
+    out: Tensor = _RunBlocks.apply(net.block_size, net.activation, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -239,23 +239,27 @@ def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
     return kept[key][:size].view(rows, width)
 
 
+class Operands(NamedTuple):
+    """The tensors of a gated feed-forward, or something about each: its gradient, if wanted."""
+
+    x: Any
+    gate: Any
+    first: Any
+    first_bias: Any
+    second: Any
+    second_bias: Any
+    other: Any = None
+    other_bias: Any = None
+
+
 class _RunBlocks(torch.autograd.Function):
     """Written by hand: autograd would fill a full-size gradient for every block."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        gate: Tensor,
-        first: Tensor,
-        first_bias: Tensor | None,
-        second: Tensor,
-        second_bias: Tensor | None,
-        other: Tensor | None,
-        other_bias: Tensor | None,
-        block: int,
-        activation: Callable[[Tensor], Tensor],
+        ctx: Any, block: int, activation: Callable[[Tensor], Tensor], *tensors: Tensor | None
     ) -> Tensor:
+        x, gate, first, first_bias, second, second_bias, other, other_bias = Operands(*tensors)
         is_open = gate != 0
         parts = is_open.t().nonzero()[:, 1].split(is_open.sum(0).tolist())
         out = x.new_zeros(len(x), len(second))
@@ -276,20 +280,21 @@ class _RunBlocks(torch.autograd.Function):
             saved += [rows, raw, value]
         ctx.save_for_backward(x, gate, first, second, other, *saved)
         ctx.block, ctx.activation = block, activation
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         refuse_second_derivative()
         x, gate, first, second, other, *saved = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        wanted = Operands(*ctx.needs_input_grad[2:])
         bias = x.new_empty(len(first))
-        kept = (x, gate, first, bias, second, None, other, bias)
-        grads = [
-            torch.zeros_like(t) if want and t is not None else None
-            for t, want in zip(kept, wanted, strict=False)
-        ]
-        grad_x, grad_gate, *_, grad_second, _, _, _ = grads
+        shapes = Operands(x, gate, first, bias, second, None, other, bias)
+        grads = Operands(
+            *(
+                torch.zeros_like(t) if want and t is not None else None
+                for t, want in zip(shapes, wanted, strict=True)
+            )
+        )
         for index in range(len(saved) // 3):
             rows, raw, value = saved[3 * index : 3 * index + 3]
             own = slice(index * ctx.block, (index + 1) * ctx.block)
@@ -300,25 +305,26 @@ class _RunBlocks(torch.autograd.Function):
                 raw = raw.detach().requires_grad_()
                 hidden = ctx.activation(raw)
             units = hidden.detach() if value is None else hidden.detach() * value
-            if grad_second is not None:
-                grad_second[:, own] = grad_out.t() @ (units * scale)
-            if grad_gate is not None:
-                grad_gate[rows, index] = (grad_units * units).sum(-1).to(gate.dtype)
+            if grads.second is not None:
+                grads.second[:, own] = grad_out.t() @ (units * scale)
+            if grads.gate is not None:
+                grads.gate[rows, index] = (grad_units * units).sum(-1).to(gate.dtype)
             grad_units = grad_units * scale
             grad_hidden = grad_units if value is None else grad_units * value
             (grad_raw,) = torch.autograd.grad(hidden, raw, grad_hidden)
-            makers = [(2, grad_raw, first)]
+            makers = [(grad_raw, first, grads.first, grads.first_bias)]
             if value is not None:
-                makers.append((6, grad_units * hidden.detach(), other))
-            for place, gradient, weight in makers:
-                if (grad_weight := grads[place]) is not None:
+                grad_value = grad_units * hidden.detach()
+                makers.append((grad_value, other, grads.other, grads.other_bias))
+            for gradient, weight, grad_weight, grad_bias in makers:
+                if grad_weight is not None:
                     grad_weight[own] = gradient.t() @ h
-                if (grad_bias := grads[place + 1]) is not None:
+                if grad_bias is not None:
                     grad_bias[own] = gradient.sum(0)
-                if grad_x is not None:
-                    grad_x.index_add_(0, rows, gradient @ weight[own])
-        grads[5] = grad_output.sum(0) if wanted[5] else None
-        return *grads, None, None
+                if grads.x is not None:
+                    grads.x.index_add_(0, rows, gradient @ weight[own])
+        second_bias = grad_output.sum(0) if wanted.second_bias else None
+        return None, None, *grads._replace(second_bias=second_bias)
 
 
 def refuse_second_derivative() -> None:

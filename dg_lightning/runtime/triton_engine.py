@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dg_lightning.gates import DynamicGate, Gate
 from dg_lightning.gates.base import at_least_float32
 from dg_lightning.runtime import kernels
-from dg_lightning.runtime.engines import FeedForward, refuse_second_derivative
+from dg_lightning.runtime.engines import FeedForward, Operands, refuse_second_derivative
 
 ROWS = 128  # per tile
 _MAX_MEMORY_SHARE = 1 / 8  # of the device memory
@@ -367,12 +367,12 @@ def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     packing.fit_to_memory(entries * x.element_size())
     scale = gate.detach().contiguous() if net.scaled else None
     other = net.other or (None, None)
-    maps = *net.first, *net.second, *other
-    arguments: Any = *maps, net.block_size, name, packing, scale
+    tensors = Operands(x, gate, *net.first, *net.second, *other)
     if needs_grad:
-        out: Tensor = _GatedFeedForward.apply(x, gate, *arguments)  # type: ignore[no-untyped-call]
+        options = net.block_size, name, packing, scale
+        out: Tensor = _GatedFeedForward.apply(*options, *tensors)  # type: ignore[no-untyped-call]
         return out
-    return _forward(x, *arguments)[0]
+    return _forward(tensors, net.block_size, name, packing, scale)[0]
 
 
 def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
@@ -405,13 +405,7 @@ def activation_name(activation: Any) -> str:
 
 
 def _forward(
-    x: Tensor,
-    first: Tensor,
-    first_bias: Tensor | None,
-    second: Tensor,
-    second_bias: Tensor | None,
-    other: Tensor | None,
-    other_bias: Tensor | None,
+    tensors: Operands,
     block: int,
     activation: str,
     packing: Packing,
@@ -424,6 +418,7 @@ def _forward(
         by_block = weight.unflatten(0, (-1, block))
         return by_block, None if bias is None else bias.unflatten(0, (-1, block))
 
+    x, _, first, first_bias, second, second_bias, other, other_bias = tensors
     value = None
     if other is not None:
         value = packing.product(x, *maker(other, other_bias), gathers=True)
@@ -448,25 +443,20 @@ class _GatedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        gate: Tensor,
-        first: Tensor,
-        first_bias: Tensor | None,
-        second: Tensor,
-        second_bias: Tensor | None,
-        other: Tensor | None,
-        other_bias: Tensor | None,
         block: int,
         activation: str,
         packing: Packing,
         scale: Tensor | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        maps = first, first_bias, second, second_bias, other, other_bias
+        given = Operands(*tensors)
         options = block, activation, packing, scale
-        out, raw, units, value = _forward(x, *maps, *options, keeps_raw=True)
-        ctx.save_for_backward(x, first, second, other, raw, units, value, scale)
+        out, raw, units, value = _forward(given, *options, keeps_raw=True)
+        ctx.save_for_backward(
+            given.x, given.first, given.second, given.other, raw, units, value, scale
+        )
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
-        ctx.gate_type = gate.dtype
+        ctx.gate_type = given.gate.dtype
         return out
 
     @staticmethod
@@ -474,34 +464,35 @@ class _GatedFeedForward(torch.autograd.Function):
         refuse_second_derivative()
         x, first, second, other, raw, units, value, scale = ctx.saved_tensors
         packing: Packing = ctx.packing
-        grads: list[Tensor | None] = [None] * 12
-        wanted = ctx.needs_input_grad
+        wanted = Operands(*ctx.needs_input_grad[4:])
+        grads: dict[str, Tensor | None] = {}
         # Padding rows are 0 here, and therefore in everything below.
         grad_rows = packing.gather(grad_output.contiguous())
         grad_raw = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
-        if wanted[4]:
-            grads[4] = _grad_w2(packing, grad_rows, units, second)
-        if wanted[5]:
-            grads[5] = grad_output.sum(0)
+        if wanted.second:
+            grads["second"] = _grad_w2(packing, grad_rows, units, second)
+        if wanted.second_bias:
+            grads["second_bias"] = grad_output.sum(0)
         # The gradient of an open gate is the sum of this times its units before scaling.
         grad_gate, grad_value = packing.activation_backward(
-            grad_raw, raw, ctx.activation, scale, value, wanted[1]
+            grad_raw, raw, ctx.activation, scale, value, wanted.gate
         )
-        grads[1] = None if grad_gate is None else grad_gate.to(ctx.gate_type)
-        makers = [(2, grad_raw, first)]
+        grads["gate"] = None if grad_gate is None else grad_gate.to(ctx.gate_type)
+        makers = [("first", grad_raw, first)]
         if grad_value is not None:
-            makers.append((6, grad_value, other))
-        rows = packing.gather(x) if wanted[2] or wanted[6] else x
-        for place, gradient, weight in makers:
-            if wanted[place]:
-                grads[place] = packing.outer(gradient, rows).flatten(0, 1)
-            if wanted[place + 1]:
-                grads[place + 1] = packing.sum_blocks(gradient).flatten()
-            if wanted[0]:
+            makers.append(("other", grad_value, other))
+        rows = packing.gather(x) if wanted.first or wanted.other else x
+        grad_x: Tensor | None = None
+        for name, gradient, weight in makers:
+            if getattr(wanted, name):
+                grads[name] = packing.outer(gradient, rows).flatten(0, 1)
+            if getattr(wanted, f"{name}_bias"):
+                grads[f"{name}_bias"] = packing.sum_blocks(gradient).flatten()
+            if wanted.x:
                 back = weight.unflatten(0, (-1, ctx.block)).transpose(1, 2)
                 part = packing.sum_samples(packing.product(gradient, back))
-                grads[0] = part if grads[0] is None else grads[0] + part
-        return tuple(grads)
+                grad_x = part if grad_x is None else grad_x + part
+        return None, None, None, None, grad_x, *(grads.get(name) for name in Operands._fields[1:])
 
 
 def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Replay training steps as CUDA graphs."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,42 +20,41 @@ from dg_lightning.training.step_logging import is_logged_step
 
 
 class DeviceNumbers:
-    """Lists of numbers as tensors that keep their place on a device.
+    """A list of numbers as a tensor that keeps its place on a device.
 
-    A captured step reads the tensors of the step that was recorded, so numbers are written into
-    them, and only those that have changed: nothing waits for the device.
+    A captured step reads the tensor of the step that was recorded, so numbers are written into it,
+    and only those that have changed: nothing waits for the device.
 
     >>> import torch
-    >>> numbers = DeviceNumbers()
-    >>> numbers.set("weight", [0.1])
-    >>> tensor = numbers.get("weight", torch.zeros(()))
-    >>> numbers.set("weight", [0.5])
+    >>> weight = DeviceNumbers([0.1])
+    >>> tensor = weight.on(torch.zeros(()))
+    >>> weight.set([0.5])
     >>> tensor
     tensor([0.5000])
     """
 
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-        self._tensors: dict[str, Tensor] = {}
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self._values = list(values)
+        self._tensor: Tensor | None = None
 
-    def set(self, name: str, values: list[float]) -> None:
-        """Set the numbers of a name."""
-        before, self._values[name] = self._values.get(name, []), values
-        if name not in self._tensors or before == values:
+    def set(self, values: Sequence[float]) -> None:
+        """Set the numbers."""
+        before, self._values = self._values, list(values)
+        if self._tensor is None or before == self._values:
             return
-        if len(before) != len(values):
-            del self._tensors[name]
+        if len(before) != len(self._values):
+            self._tensor = None
             return
-        for entry, old, new in zip(self._tensors[name], before, values, strict=True):
+        for entry, old, new in zip(self._tensor, before, self._values, strict=True):
             if old != new:
                 entry.fill_(new)
 
-    def get(self, name: str, like: Tensor) -> Tensor:
-        """Return the numbers of a name, with the device and dtype that a tensor has."""
-        known = self._tensors.get(name)
-        if known is None or (known.device, known.dtype) != (like.device, like.dtype):
-            known = self._tensors[name] = like.new_tensor(self._values[name])
-        return known
+    def on(self, like: Tensor) -> Tensor:
+        """Return the numbers with the device and dtype of a tensor."""
+        kept = self._tensor
+        if kept is None or (kept.device, kept.dtype) != (like.device, like.dtype):
+            kept = self._tensor = like.new_tensor(self._values)
+        return kept
 
 
 _MOST_KINDS = 32  # of passes, and of updates: each has its graph
@@ -101,7 +100,7 @@ class StepGraphs:
         self._children = list(module.modules())
         self._places: tuple[Any, ...] = ()
         self._gradients: dict[Tensor, Tensor] = {}
-        self._rates = DeviceNumbers()
+        self._learning_rates = DeviceNumbers()
         self._is_full = False
         self._device = trainer.strategy.root_device
         self._stream = torch.cuda.Stream(self._device)
@@ -231,7 +230,7 @@ class StepGraphs:
 
     def run_update(self, step: Callable[[], None]) -> None:
         """Make an optimizer step, by `step` or by its graph."""
-        self._rates.set("lr", [float(group["lr"]) for group in self.optimizer.param_groups])
+        self._learning_rates.set([float(g["lr"]) for g in self.optimizer.param_groups])
         key = (self._kind, self._with_gradient())
         if self._kind is None or self._is_new(self._updates, key):
             with self._device_settings(capturable=False):
@@ -249,7 +248,7 @@ class StepGraphs:
         """Give the optimizer its learning rates on the device, for a step."""
         groups = self.optimizer.param_groups
         before = [{key: group[key] for key in group if key != "params"} for group in groups]
-        rates = self._rates.get("lr", torch.empty(0, device=self._device))
+        rates = self._learning_rates.on(torch.empty(0, device=self._device))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
             if capturable and "capturable" in group:  # which fused optimizers are
