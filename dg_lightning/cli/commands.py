@@ -4,7 +4,9 @@ import os
 import sys
 from contextlib import nullcontext
 from errno import EFBIG, ENOSPC
+from importlib import import_module
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,46 +20,38 @@ from dg_lightning.cli.errors import (
     one_line,
 )
 from dg_lightning.cli.program import run_command
-from dg_lightning.cli.runs import add_config_option, newest_run
+from dg_lightning.cli.runs import add_run_options, expand_run, selected_checkpoint
+from dg_lightning.cli.start import COMMANDS
 from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import write_text
 from dg_lightning.quiet import quietly
 from dg_lightning.refusal import refusal
 
-VIEW_COMMANDS = ("report", "features")
+T = TypeVar("T")
 
 
-def run_view_command(args: list[str]) -> None:
-    """Run one of these commands with the arguments after its name."""
-    command, *rest = args
-    if command == "report":
-        _report(rest)
-    else:
-        from dg_lightning.cli.features import run_features
-
-        run_features(rest)
-
-
-def _report(args: list[str]) -> None:
+def run_report(args: list[str]) -> None:
+    """Run `report` with the arguments after that word."""
     from dg_lightning.study.report import write_report
 
     parser = OneLineErrorParser(
         prog="dg-lightning report",
-        description="Write the HTML report of a study or of a run as a single file. With --wandb, "
+        description="Write the HTML report of a run or of a study as a single file. With --wandb, "
         "save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
     )
-    parser.add_argument("folder", type=str, nargs="?", help="Folder of a study, or of a run.")
-    add_config_option(parser)
+    add_run_options(parser)
     parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
-    parser.add_argument("--wandb", type=str, help="entity/project in W&B, in place of a folder.")
+    parser.add_argument("--wandb", type=str, help="entity/project in W&B, in place of a run.")
     given = parser.parse_args(args)
     if given.wandb is not None:
         _save_workspace(given.wandb, given.output)
         return
-    if (given.folder is None) == (given.config is None):
-        raise refusal("Give either a folder, or --config for the newest run of a config.")
-    folder = given.folder or Path(newest_run(given.config)).parents[1]
-    path = write_report(Path(folder), None if given.output is None else Path(given.output))
+    is_folder = given.run is not None and Path(given.run).is_dir()  # which may be a study's
+    if is_folder and given.config is None and given.ckpt_path is None:
+        folder = Path(given.run)
+    else:
+        folder = Path(selected_checkpoint(given)).parents[1]
+    path = write_report(folder, None if given.output is None else Path(given.output))
     print(f"The report is {path}.")
 
 
@@ -93,38 +87,49 @@ def _save_workspace(name: str, output: str | None) -> None:
     )
 
 
-_DESCRIPTIONS = {
-    "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
-    "search": "Search settings that are accurate and cheap, by validation alone.",
-}
-STUDY_COMMANDS = tuple(_DESCRIPTIONS)
+def run_study(args: list[str]) -> None:
+    """Run `study` with the arguments after that word."""
+    _require_optuna("study")
+    from dg_lightning.study import Study, run_study
+
+    if not run_study(_read_settings("study", Study, args), run_command):
+        sys.exit(1)
 
 
-def run_study_command(args: list[str]) -> None:
-    """Run `study` or `search` with the arguments after that word."""
-    command, *rest = args
+def run_search(args: list[str]) -> None:
+    """Run `search` with the arguments after that word."""
+    _require_optuna("search")
+    from dg_lightning.study import Search, run_search
+
+    if not run_search(_read_settings("search", Search, args), run_command):
+        sys.exit(1)
+
+
+def _require_optuna(command: str) -> None:
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
         raise refusal(f"`{command}` needs Optuna: pip install optuna.", error) from error
-    from dg_lightning.cli.program import run_command
-    from dg_lightning.study import Search, Study, run_search, run_study
 
-    kind = Study if command == "study" else Search
-    parser = OneLineErrorParser(prog=f"dg-lightning {command}", description=_DESCRIPTIONS[command])
+
+def _read_settings(command: str, kind: type[T], args: list[str]) -> T:
+    parser = OneLineErrorParser(prog=f"dg-lightning {command}", description=COMMANDS[command])
     parser.add_argument("--config", action="config", help="One that ships, or a file.")
     parser.add_class_arguments(kind)
-    given = parser.parse_args(resolve_config_paths(rest))
+    given = parser.parse_args(resolve_config_paths(args))
     given.pop("config")
-    settings = kind(**parser.instantiate(given).as_dict())
-    if isinstance(settings, Search):
-        succeeded = run_search(settings, run_command)
-    else:
-        succeeded = run_study(settings, run_command)
-    if not succeeded:
-        sys.exit(1)
+    return kind(**parser.instantiate(given).as_dict())
 
 
+# Where the function of a command is; all others are Lightning's, or use a Trainer as they do.
+_MODULES = {
+    "study": "dg_lightning.cli.commands",
+    "search": "dg_lightning.cli.commands",
+    "report": "dg_lightning.cli.commands",
+    "features": "dg_lightning.cli.features",
+    "export": "dg_lightning.cli.export",
+    "convert": "dg_lightning.cli.convert",
+}
 _QUIET = "--quiet"
 _TERMINATED = 143  # 128 + SIGTERM, as shells report it
 
@@ -142,20 +147,10 @@ def run(given: list[str]) -> None:
     command, *rest = given
     try:
         sys.path.append(os.getcwd())  # as `python -m`, but last, to shadow nothing
-        if command in STUDY_COMMANDS:
-            run_study_command(given)
-        elif command in VIEW_COMMANDS:
-            run_view_command(given)
-        elif command == "export":
-            # Imported here because it is slow and training does not need it.
-            from dg_lightning.cli.export import run_export
-
-            run_export(rest)
-        elif command == "convert":
-            from dg_lightning.cli.convert import run_convert
-
-            run_convert(rest)
-        elif run_command(given).trainer.received_sigterm:
+        if command in _MODULES:
+            # Imported here, because training does not need it.
+            getattr(import_module(_MODULES[command]), f"run_{command}")(rest)
+        elif run_command(expand_run(given)).trainer.received_sigterm:
             raise SIGTERMException
     except SIGTERMException:  # Lightning exits with status 0
         hint = "; `fit --ckpt_path last` resumes from the last checkpoint, if any" * (

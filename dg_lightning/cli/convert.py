@@ -10,10 +10,10 @@ import torch
 
 from dg_lightning.cli.errors import OneLineErrorParser
 from dg_lightning.cli.runs import (
-    add_checkpoint_options,
+    add_run_options,
     load_data,
     load_model,
-    resolve_checkpoint,
+    selected_checkpoint,
 )
 from dg_lightning.files import replacing, write_text
 from dg_lightning.gates import GateSettings
@@ -31,7 +31,7 @@ def run_convert(args: list[str]) -> None:
         description="Make a trained dense Transformer run only some blocks of its feed-forwards "
         "for each token: cluster units, teach gates, train on.",
     )
-    add_checkpoint_options(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--budget",
         type=float | list[float],
@@ -46,7 +46,7 @@ def run_convert(args: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Of batches and their order.")
     parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
     given = parser.parse_args(args)
-    path = resolve_checkpoint(given)
+    path = selected_checkpoint(given)
     budgets = given.budget if isinstance(given.budget, list) else [given.budget]
     if not budgets or not all(0 < budget < 1 for budget in budgets):
         raise refusal(f"`budget` must be above 0 and below 1, got {given.budget}.")

@@ -18,14 +18,14 @@ from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser
 from dg_lightning.cli.runs import (
     BATCH_SIZES,
-    add_checkpoint_options,
+    add_run_options,
     batches,
     check_batch_sizes,
     has_part,
     input_shape,
     load_data,
     load_net,
-    resolve_checkpoint,
+    selected_checkpoint,
 )
 from dg_lightning.refusal import refusal
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
@@ -56,7 +56,7 @@ def run_export(args: list[str]) -> None:
         prog="dg-lightning export",
         description="Write a trained net as a small dense one that runs without dg-lightning.",
     )
-    add_checkpoint_options(parser)
+    add_run_options(parser)
     parser.add_argument("--format", type=Format, default="safetensors", help="Kind of file.")
     parser.add_argument("--output", type=str, required=True, help="The file.")
     parser.add_argument(
@@ -89,7 +89,7 @@ def run_export(args: list[str]) -> None:
         "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Sizes to be fast for."
     )
     given = parser.parse_args(args)
-    given.ckpt_path = resolve_checkpoint(given)
+    given.ckpt_path = selected_checkpoint(given)
     _require_packages(given.format)
     if not 0 <= given.min_usage < 1:
         raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")

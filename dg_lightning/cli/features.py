@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser
-from dg_lightning.cli.runs import add_run_options, batches, checkpoint_of, load_data, load_net
+from dg_lightning.cli.runs import add_run_options, batches, load_data, load_net, selected_checkpoint
 from dg_lightning.files import replacing, write_csv
 from dg_lightning.refusal import refusal
 from dg_lightning.runtime.lowering import scores
@@ -33,9 +33,15 @@ def run_features(args: list[str]) -> None:
         "by how much a cell type's logit, less the mean of all, rises with the gene's "
         "log-normalised value, on average over the training cells of that type.",
     )
-    add_run_options(parser, "features.csv, or genes.csv for cells,")
+    add_run_options(parser)
+    parser.add_argument(
+        "--output",
+        type=str,
+        help="The file; features.csv (genes.csv for cells) in the run if None.",
+    )
+    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
     given = parser.parse_args(args)
-    path = checkpoint_of(given.run, given.config)
+    path = Path(selected_checkpoint(given)).resolve()
     preparation = preparation_in(read_checkpoint(path)) or {}
     is_table = preparation.get("kind") == "table"
     if not is_table and not {"input_genes", "class_names", "std"} <= preparation.keys():

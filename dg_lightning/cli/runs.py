@@ -19,14 +19,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from dg_lightning import GatedMLP, GatedRegressor
-from dg_lightning.cli.errors import OneLineErrorParser, one_line
+from dg_lightning.cli.errors import one_line
 from dg_lightning.configs import config_name, config_path
 from dg_lightning.files import locked
 from dg_lightning.monitoring import run_folder
 from dg_lightning.refusal import refusal
 from dg_lightning.training.checkpoint import opened, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
-from dg_lightning.training.spec import build, check_trusted, import_class
+from dg_lightning.training.spec import build, check_size, check_trusted, import_class
 
 _LOCK_SECONDS = 30.0  # to wait for another process that claims a folder
 RUN_FILE = "run.json"  # the configs of a run
@@ -116,25 +116,32 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
     return str(last or newest)
 
 
+def config_of(checkpoint: str | Path) -> Path | None:
+    """Return the config.yaml of a checkpoint's run; None if there is none."""
+    if "://" in str(checkpoint):
+        return None
+    places = [folder / "config.yaml" for folder in list(Path(checkpoint).resolve().parents)[:2]]
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_config(config: Path) -> Any:
+    """Return the content of a config.yaml, of plain values; nothing in it is trusted yet."""
+    try:
+        return yaml.safe_load(config.read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
+
+
 def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
     """Return the data of a checkpoint's run as plain values, and the file that has it.
 
     None if there is no such file. Nothing in it is trusted yet.
     """
-    if "://" in str(checkpoint):
+    if (config := config_of(checkpoint)) is None:
         return None
-    places = [folder / "config.yaml" for folder in list(Path(checkpoint).resolve().parents)[:2]]
-    config = next((place for place in places if place.is_file()), None)
-    if config is None:
-        return None
-    try:
-        whole = yaml.safe_load(config.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
+    whole = read_config(config)
     data: Any = whole.get("data") if isinstance(whole, dict) else None
-    from dg_lightning.training.spec import check_size  # here, because it imports torch
-
     check_size(data, config)  # `json` would not end
     try:
         json.dumps(data)
@@ -161,14 +168,67 @@ def with_config(args: Sequence[str], values: Mapping[str, Any], checkpoint: str)
     return [*args[:place], f"--config={json.dumps(values)}", *args[place:]]
 
 
-def add_config_option(parser: ArgumentParser) -> None:
-    """Add `--config`, which selects the newest run of a config."""
+def add_run_options(parser: ArgumentParser) -> None:
+    """Add the options that select a run, alike for all commands."""
+    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
     parser.add_argument(
         "--config",
         type=str,
         action="append",
         help="A config, by name or path, whose newest run is used.",
     )
+    parser.add_argument("--ckpt_path", type=str, help="A checkpoint: its path, or its URL.")
+
+
+def selected_checkpoint(given: Any) -> str:
+    """Return the path of the selected checkpoint; one behind a URL is downloaded once."""
+    chosen = [given.run, given.config, given.ckpt_path]
+    if sum(value is not None for value in chosen) != 1:
+        raise refusal(
+            "Name one run: its folder, or --config for the newest run of a config, or --ckpt_path."
+        )
+    if given.config is not None:
+        return newest_run(given.config)
+    if given.run is not None:
+        return checkpoint_in(given.run)
+    path: str = given.ckpt_path
+    return _downloaded(path) if "://" in path else path
+
+
+def checkpoint_in(run: str) -> str:
+    """Return the newest checkpoint of a run folder; or the checkpoint itself, if it is one."""
+    if Path(run).is_file():
+        return run
+    found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise refusal(f"There is no checkpoint in {run!r}: give the folder of a run.")
+    return str(found[-1])
+
+
+def expand_run(args: Sequence[str]) -> list[str]:
+    """Replace the run after a command such as `test` with its config and its checkpoint."""
+    command, *rest = args
+    if command not in ("validate", "test", "predict") or not rest or rest[0].startswith("-"):
+        return list(args)
+    run, *options = rest
+    checkpoint = checkpoint_in(run)
+    config = config_of(checkpoint)
+    if config is None:
+        raise refusal(
+            f"There is no config.yaml near {checkpoint!r}: give --config and --ckpt_path."
+        )
+    check_trusted(read_config(config), config, also=["lightning.pytorch"])
+    return [command, f"--config={config}", f"--ckpt_path={checkpoint}", *options]
+
+
+def _downloaded(url: str) -> str:
+    folder = tempfile.mkdtemp(prefix="dg-lightning-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    local = Path(folder, "checkpoints", "downloaded.ckpt")  # as in a run, whose folder is private
+    local.parent.mkdir()
+    with opened(url) as source, local.open("wb") as file:
+        shutil.copyfileobj(source, file)
+    return str(local)
 
 
 def newest_run(configs: Sequence[str]) -> str:
@@ -182,29 +242,6 @@ def newest_run(configs: Sequence[str]) -> str:
     found = newest_checkpoint(trainer, [config_path(config) for config in configs])
     print(f"Using the newest checkpoint, {found}")
     return found
-
-
-def add_run_options(parser: ArgumentParser, output: str) -> None:
-    """Add the options of a command that looks at a run and writes a file into it."""
-    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
-    add_config_option(parser)
-    parser.add_argument("--output", type=str, help=f"The file; {output} in the run if None.")
-    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
-
-
-def checkpoint_of(run: str | None, configs: Sequence[str] | None) -> Path:
-    """Return the newest checkpoint of a run folder or of configs, or the checkpoint given."""
-    if (run is None) == (configs is None):
-        raise refusal("Give either a run, or --config for the newest run of a config.")
-    if configs is not None:
-        return Path(newest_run(configs)).resolve()
-    assert run is not None
-    if Path(run).is_file():
-        return Path(run).resolve()
-    found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise refusal(f"There is no checkpoint in {run}: give the folder of a run.")
-    return found[-1].resolve()
 
 
 def _without_fragments(configs: Sequence[str]) -> list[str]:
@@ -250,30 +287,6 @@ def _checkpoint_folders(trainer: Mapping[str, Any]) -> list[Path]:
 
 
 BATCH_SIZES = [1, 32, 1024]
-
-
-def add_checkpoint_options(parser: OneLineErrorParser) -> None:
-    """Add the options that select a checkpoint by path or by config."""
-    parser.add_argument("--ckpt_path", type=str, help="The checkpoint.")
-    add_config_option(parser)
-
-
-def resolve_checkpoint(given: Any) -> str:
-    """Return the path of the selected checkpoint; one behind a URL is downloaded once."""
-    if (given.ckpt_path is None) == (given.config is None):
-        raise refusal("Give either --ckpt_path, or --config for the newest run of a config.")
-    if given.ckpt_path is None:
-        return newest_run(given.config)
-    path: str = given.ckpt_path
-    if "://" not in path:
-        return path
-    folder = tempfile.mkdtemp(prefix="dg-lightning-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    local = Path(folder, "checkpoints", "downloaded.ckpt")  # as in a run, whose folder is private
-    local.parent.mkdir()
-    with opened(path) as source, local.open("wb") as file:
-        shutil.copyfileobj(source, file)
-    return str(local)
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "convert": "Make a trained dense Transformer decide token by token what to run.",
     "configs": "List the configs that ship.",
 }
+_OF_A_RUN = ("validate", "test", "predict", "report", "features", "export", "convert")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -122,6 +123,6 @@ def _check_files(command: str, rest: list[str]) -> None:
         roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
         if path != "null" and not any((root / path).exists() for root in roots):
             raise refusal(f"There is no file or folder {path!r}: give another with --data.path.")
-    folders = [word for word in rest[:1] if not word.startswith("-")]
-    if command in ("report", "features") and folders and not Path(folders[0]).exists():
-        raise refusal(f"There is no folder {folders[0]!r}: give one of a run or of a study.")
+    runs = [word for word in rest[:1] if not word.startswith("-")]
+    if command in _OF_A_RUN and runs and not Path(runs[0]).exists():
+        raise refusal(f"There is no run {runs[0]!r}: give its folder, or a checkpoint.")

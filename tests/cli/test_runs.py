@@ -79,6 +79,33 @@ def test_every_command_uses_the_newest_run_of_its_config(
             assert run == Path("runs", config, "version_0")
 
 
+def test_a_run_is_named_by_its_folder_or_its_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["fit", "--config=digits/baseline", "--model.net.hidden=[7]", *SMALL])
+    main(["fit", "--config=digits/baseline", *SMALL])  # the newest one is not meant
+    run = Path("runs/digits/baseline/version_0")
+    for name in (run, run / "checkpoints" / "last.ckpt"):
+        for command in ("validate", "test", "predict"):
+            main([command, str(name), *SMALL])
+        main(["export", str(name), "--output=net", "--batch_sizes=[1]"])
+        main(["report", str(name), "--output=report.html"])
+    tested = yaml.safe_load(Path("runs/digits/baseline/version_3/config.yaml").read_text())
+    assert tested["ckpt_path"] == str(run / "checkpoints" / "last.ckpt")
+    assert tested["model"]["init_args"]["net"]["init_args"]["hidden"] == [7]
+    capsys.readouterr()
+    Path("alone").mkdir()
+    Path("alone/last.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
+    evil = yaml.safe_load((run / "config.yaml").read_text())
+    evil["trainer"]["callbacks"] = [{"class_path": "evil.Callback"}]
+    (run / "config.yaml").write_text(yaml.safe_dump(evil))
+    for name, message in (("alone", "no config.yaml near"), (str(run), "'evil.Callback'")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["test", name])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
 def test_configs_that_share_a_folder_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     for name, width in (("a", 7), ("b", 9)):
         content = yaml.safe_load(

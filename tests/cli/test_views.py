@@ -81,7 +81,7 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["report", "nowhere"], "There is no folder 'nowhere': give one of a run or of a study."),
+        (["report", "nowhere"], "There is no run 'nowhere'"),
         (["report", "."], "'.' holds neither a study (results.csv with a column variant) nor"),
         (["report"], "folder"),
         (["report", "--wandb=me"], "`wandb` must be entity/project, got 'me'"),
