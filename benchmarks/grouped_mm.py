@@ -35,14 +35,14 @@ class GroupedProducts:
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the outputs."""
         net, size = self.net, self.net.block_size
-        (first, bias), (second, last_bias) = net.first, net.second
+        (fc1, bias), (fc2, last_bias) = net.fc1, net.fc2
         assert bias is not None
         assert last_bias is not None
         grouped: Any = F.grouped_mm
-        made = grouped(x[self.token], first.view(self.blocks, size, -1).mT, offs=self.ends)
+        made = grouped(x[self.token], fc1.view(self.blocks, size, -1).mT, offs=self.ends)
         units = net.activation(made + bias.view(self.blocks, size)[self.block])
         units = units * gate[self.token, self.block].to(x.dtype).unsqueeze(1)
-        columns = second.view(len(second), self.blocks, size).permute(1, 2, 0)
+        columns = fc2.view(len(fc2), self.blocks, size).permute(1, 2, 0)
         parts = grouped(units, columns, offs=self.ends)
         return last_bias.expand(len(x), -1).clone().index_add(0, self.token, parts)
 
@@ -66,15 +66,15 @@ def main() -> None:
         table.add_column(column, justify="right")
     for width in (1024, 2048, 4096):
         for size in (64, 256):
-            first, second = (
+            fc1, fc2 = (
                 nn.Linear(width, 4 * width, **options),
                 nn.Linear(4 * width, width, **options),
             )
-            net = FeedForward.of(first, nn.GELU(), second, size, scaled=True)
+            net = FeedForward.of(fc1, nn.GELU(), fc2, size, scaled=True)
             x = torch.randn(TOKENS, width, **options).requires_grad_()
             gate = torch.rand(TOKENS, 4 * width // size, device="cuda")
             gate = torch.where(gate < OPEN, 0.5 + gate, 0.0).requires_grad_()
-            mlp = nn.Sequential(first, nn.GELU(), second)
+            mlp = nn.Sequential(fc1, nn.GELU(), fc2)
             runs: dict[str, Callable[[], Tensor]] = {
                 "dense": partial(mlp, x),
                 "triton": partial(run_triton, x, gate, net),

@@ -33,7 +33,7 @@ from dg_lightning.callbacks import (
     TemperatureAnnealing,
 )
 from dg_lightning.datamodules import DigitsDataModule
-from dg_lightning.files import WholeFileCheckpointIO
+from dg_lightning.files import AtomicCheckpointIO
 
 EVENTS = {"step": b"s", "epoch's end": b"e", "checkpoint": b"c"}
 
@@ -103,7 +103,7 @@ def train(kind: str, folder: Path, pipe: int) -> None:
         enable_model_summary=False,
         limit_val_batches=0,
         default_root_dir=folder,
-        plugins=[WholeFileCheckpointIO()],
+        plugins=[AtomicCheckpointIO()],
         callbacks=[
             BudgetController(0.6),
             RigL(0.5, every_n_steps=5, layers=["*linear"]),

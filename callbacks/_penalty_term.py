@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from dg_lightning.budget import mean_rate, scale_gradient
 from dg_lightning.gates import GateLike, SharedState, detach_graph, shared_state
-from dg_lightning.training import DeviceNumbers, is_replayed
+from dg_lightning.training import DeviceScalars, is_replayed
 
-from ._shared import mean_over_ranks, refuse_two_penalties, refuse_uncounted_steps
+from ._shared import check_single_penalty, check_step_counting, mean_over_ranks
 
 
 @dataclass
@@ -47,10 +47,10 @@ class PenaltyTerm:
         self.gates = gates
         self.of: Literal["p", "g"] = of
         self.unit_costs = {
-            name: DeviceNumbers([cost / sum(costs) for cost in costs])
+            name: DeviceScalars([cost / sum(costs) for cost in costs])
             for name, costs in (unit_costs or {}).items()
         }
-        self.factors = DeviceNumbers()  # on the gradient of each gate
+        self.factors = DeviceScalars()  # on the gradient of each gate
         self.usage: Tensor | None = None  # that was penalised last
         self.in_backward = False  # whether Lightning is differentiating a loss
         self._handles: list[Any] = []
@@ -196,7 +196,7 @@ class PenaltyTerm:
         modules = [gate for gate in self.gates.values() if isinstance(gate, nn.Module)]
         for parameter in {p for module in modules for p in module.parameters()}:
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._refuse_unannounced)
+                hook = parameter.register_post_accumulate_grad_hook(self._check_manual_backward)
                 self._handles.append(hook)
 
     def stop_watching(self) -> None:
@@ -205,7 +205,7 @@ class PenaltyTerm:
             handle.remove()
         self._handles = []
 
-    def _refuse_unannounced(self, parameter: Tensor) -> None:
+    def _check_manual_backward(self, parameter: Tensor) -> None:
         if not self.in_backward:
             raise RuntimeError(
                 "`loss.backward()` passes by Lightning, and by the penalty on gates: write "
@@ -243,8 +243,8 @@ class Penalty(pl.Callback, ABC):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_two_penalties(self, trainer)
-        refuse_uncounted_steps(self, trainer, pl_module)
+        check_single_penalty(self, trainer)
+        check_step_counting(self, trainer, pl_module)
         self.term.watch_backward(pl_module)
 
     @override

@@ -26,7 +26,7 @@ def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
     return mean
 
 
-def refuse_different_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
+def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
     """Raise if ranks have different masks."""
     if trainer.world_size == 1:
         return
@@ -40,7 +40,7 @@ def refuse_different_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
         )
 
 
-def refuse_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
+def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
     """Refuse whatever else decides on the same weights, or shards them."""
     name = type(callback).__name__
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
@@ -58,7 +58,7 @@ def refuse_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
                 f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one; "
                 f"dg_lightning.callbacks.MagnitudePruning prunes other `layers` beside {name}."
             )
-        if other is callback or not hasattr(other, "use_masks"):
+        if other is callback or not hasattr(other, "set_initial_masks"):
             continue
         if shared := set(own) & set(other.find_layers(module)):
             raise ValueError(
@@ -67,7 +67,7 @@ def refuse_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
             )
 
 
-def refuse_uncounted_steps(callback: Any, trainer: Any, module: Any) -> None:
+def check_step_counting(callback: Any, trainer: Any, module: Any) -> None:
     """Refuse steps of an optimizer that Lightning does not count, in manual optimization."""
     if module.automatic_optimization:
         return
@@ -85,7 +85,7 @@ def refuse_uncounted_steps(callback: Any, trainer: Any, module: Any) -> None:
         optimizer.register_step_post_hook(refuse)
 
 
-def refuse_two_penalties(callback: Any, trainer: Any) -> None:
+def check_single_penalty(callback: Any, trainer: Any) -> None:
     """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
     for other in trainer.callbacks:
         if other is callback or not hasattr(getattr(other, "term", None), "gates"):
@@ -105,7 +105,7 @@ def refuse_two_penalties(callback: Any, trainer: Any) -> None:
             )
 
 
-def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
+def check_single_writer(callback: Any, trainer: Any, module: Any) -> None:
     """Refuse a second callback of the same class that sets the same gates."""
     own = gate_layers(module, callback.layers)
     for other in trainer.callbacks:
@@ -118,7 +118,7 @@ def refuse_two_writers(callback: Any, trainer: Any, module: Any) -> None:
                 )
 
 
-class Restored(pl.Callback):
+class DeferredStateCallback(pl.Callback):
     """Takes the state of a checkpoint when training starts, when its gates are known.
 
     Lightning loads the state of callbacks before `on_fit_start`; a search for a learning rate does

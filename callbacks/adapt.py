@@ -15,7 +15,7 @@ from dg_lightning.continual import AccuracyMatrix, Protection, TaskData, task_da
 from dg_lightning.continual.tasks import logits_of
 from dg_lightning.gates import gate_layers
 from dg_lightning.gates.protocol import GateLike, deployed_gate
-from dg_lightning.training.averaging import refuse_what_moves
+from dg_lightning.training.averaging import check_no_running_state
 
 from ._shared import mean_over_ranks
 
@@ -66,9 +66,9 @@ class Adapt(pl.Callback):
         self.batches = batches
         self.inactive = inactive
         self._forget()
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.done = 0  # batches of the adaptation
         self.rates = torch.empty(0)  # mean share of samples that open each block, before the drift
         self._epoch = (torch.zeros(()), 0)  # of the epoch that runs: sum of shares, batches
@@ -97,12 +97,12 @@ class Adapt(pl.Callback):
             raise ValueError(
                 f"Adapt goes from one task to a second, got {self._data.tasks}: use `tasks: 2`."
             )
-        self._start_anew()
+        self._reset()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.what != "all":
-            refuse_what_moves(pl_module, trainer, self)
+            check_no_running_state(pl_module, trainer, self)
         if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise ValueError(
                 "Adapt compares the validations right before and after: leave "

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.gates.kinds import GateSettings, check_gate_settings
-from dg_lightning.surgery import Found, add_gates
+from dg_lightning.surgery import UnitSearchResult, add_gates
 from dg_lightning.surgery.gating import gated_units
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training.averaging import has_averages
@@ -70,7 +70,7 @@ class AddGates(pl.Callback):
         self.module = module or ""
         self.example = example
         self.more_examples = more_examples or []
-        self._found: Found | None = None
+        self._found: UnitSearchResult | None = None
 
     @cached_property  # Lightning asks for it in every hook of every step
     @override

@@ -20,15 +20,15 @@ from dg_lightning.budget import (
     gate_budgets,
     usage_by_budget,
 )
-from dg_lightning.gates import GateLike, assume_open, gate_layers
+from dg_lightning.gates import GateLike, gate_layers, init_recorded_gates
 from dg_lightning.schedules import Clock, Curve, Duration, Schedule, check_duration, warn_of_risks
 from dg_lightning.training import copy_gates_to_averages, is_due, log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
-from ._shared import Restored, mean_over_ranks, state_key
+from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
 
-class BudgetController(Restored, Penalty):
+class BudgetController(DeferredStateCallback, Penalty):
     """Brings gates to a budget of open units or executed MACs, and holds it.
 
     It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts by
@@ -146,11 +146,11 @@ class BudgetController(Restored, Penalty):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         for regulator in self._regulators.values():
-            regulator.budget.refuse_if_impossible(regulator.name)
+            regulator.budget.check_feasible(regulator.name)
         times = self.begin, self.until, self.landing, self.every_n_steps
         self._times = Timetable.resolve(Clock.from_trainer(trainer), *times)
         warn_of_risks(self, trainer, pl_module)
-        assume_open(self.term.gates.values())
+        init_recorded_gates(self.term.gates.values())
         for shared in self.term.shared(trainer):
             shared.controlled = True
         if self.frozen:
@@ -232,7 +232,7 @@ class BudgetController(Restored, Penalty):
             if regulator.used is None:  # the first figures, for whoever monitors them
                 regulator.measure(partial(mean_over_ranks, trainer))
                 is_new = True
-            allowed = regulator.allowed(self._times.pressed(self._measured_at))
+            allowed = regulator.allowed(self._times.progress_at(self._measured_at))
             self._log(pl_module, name, is_new, budget_used=regulator.used, budget_allowed=allowed)
 
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
@@ -243,7 +243,7 @@ class BudgetController(Restored, Penalty):
             if self._held is not None:
                 regulator.land(used, self._times.landing_progress(step), mean)
             elif self._times.begin <= step < self._times.landing:
-                regulator.control(used, self._times.pressed(step), mean)
+                regulator.control(used, self._times.progress_at(step), mean)
         if step >= self._times.landing:
             self._freeze(trainer, pl_module)
 

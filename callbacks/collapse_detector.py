@@ -18,18 +18,18 @@ from dg_lightning.collapse.diagnosis import (
     diagnose,
 )
 from dg_lightning.collapse.statistics import GateFigures, GateStatistics, open_shares, unit_rates
-from dg_lightning.gates.protocol import GateLike, assume_open, floor_of, gate_layers
+from dg_lightning.gates.protocol import GateLike, floor_of, gate_layers, init_recorded_gates
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock
 from dg_lightning.training.averaging import keep_settings_live
 from dg_lightning.training.step_logging import log_step
 
-from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
+from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
 _KEPT = 20  # states of a gate
 
 
-class CollapseDetector(Restored):
+class CollapseDetector(DeferredStateCallback):
     """Monitors p and g of every gate, and reports in one line what goes wrong, where and why.
 
     Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p itself falls),
@@ -72,13 +72,13 @@ class CollapseDetector(Restored):
         self.modes = MODES if modes is None else tuple(modes)
         self.layers = layers
         self._gates: dict[str, GateLike] = {}
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.verdicts: list[dict[str, Any]] = []
         self._history: dict[str, list[GateState]] = {}
         self._showing: dict[str, str] = {}
-        self._pressed_since: dict[str, int] = {}
+        self._penalized_since: dict[str, int] = {}
         self._rescues: dict[str, Rescue] = {}
         self._counts: dict[str, float] = {}  # gates that show a mode, from its first time on
         self._checked_at = 0
@@ -98,7 +98,7 @@ class CollapseDetector(Restored):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = gate_layers(pl_module, self.layers)
         if trainer.global_step == 0 or gates != self._gates:
-            self._start_anew()
+            self._reset()
         self._gates = gates
         self._statistics = GateStatistics(list(self._gates.values()))
         for name in self._gates:
@@ -114,8 +114,8 @@ class CollapseDetector(Restored):
             interval = min(interval, self._total // 20)
         self._interval = max(2, interval)
         keep_settings_live(pl_module, trainer)
-        refuse_uncounted_steps(self, trainer, pl_module)
-        assume_open(self._gates.values())
+        check_step_counting(self, trainer, pl_module)
+        init_recorded_gates(self._gates.values())
         for name, gate in self._gates.items():
             self._rescues[name].restore(trainer, gate)
 
@@ -158,8 +158,8 @@ class CollapseDetector(Restored):
         """Join what was measured with what the schedules say."""
         shared = shared_state(trainer, gate)
         if shared.penalty_begun:
-            self._pressed_since.setdefault(name, trainer.global_step)
-        since = self._pressed_since.get(name, trainer.global_step)
+            self._penalized_since.setdefault(name, trainer.global_step)
+        since = self._penalized_since.get(name, trainer.global_step)
         return GateState(
             trainer.global_step,
             **figures._asdict(),
@@ -169,7 +169,7 @@ class CollapseDetector(Restored):
             begun=shared.penalty_begun is not False,  # None: somebody's own penalty, or no penalty
             fixed=getattr(gate, "k", None) is not None,
             controlled=shared.controlled,
-            pressed=(trainer.global_step - since) / (self._total or trainer.global_step),
+            penalty_share=(trainer.global_step - since) / (self._total or trainer.global_step),
             keep=shared.keep,
             factor=shared.phase_factor,
         )
@@ -188,7 +188,7 @@ class CollapseDetector(Restored):
             if self.action == "rescue" and not shared_state(trainer, gate).frozen:
                 dead = self._statistics.dead_units(index, gate.block_size)
                 now = self._history[name][-1]
-                done = self._rescues[name].act(trainer, gate, now, verdict, dead)
+                done = self._rescues[name].apply(trainer, gate, now, verdict, dead)
                 if done is not None:
                     rank_zero_info(f"CollapseDetector at step {step}, {name}: {done}.")
                 if done is not None and not done.startswith("healthy"):
@@ -205,7 +205,7 @@ class CollapseDetector(Restored):
             "verdicts": list(self.verdicts),
             "history": {n: [state.as_dict() for state in h] for n, h in self._history.items()},
             "showing": dict(self._showing),
-            "pressed_since": dict(self._pressed_since),
+            "penalized_since": dict(self._penalized_since),
             "rescues": {name: rescue.as_dict() for name, rescue in self._rescues.items()},
             "checked_at": self._checked_at,
             "statistics": self._statistics.state_dict(),
@@ -214,9 +214,13 @@ class CollapseDetector(Restored):
     @override
     def restore(self, state: dict[str, Any]) -> None:
         self.verdicts = list(state["verdicts"])
-        self._history |= {n: [GateState(**s) for s in h] for n, h in state["history"].items()}
+        self._history |= {
+            n: [GateState.from_dict(s) for s in h] for n, h in state["history"].items()
+        }
         self._showing = dict(state["showing"])
-        self._pressed_since = dict(state["pressed_since"])
+        self._penalized_since = dict(
+            state.get("penalized_since") or state["pressed_since"]
+        )  # in 0.2
         self._rescues |= {name: Rescue(**r) for name, r in state["rescues"].items()}
         self._checked_at = state["checked_at"]
         self._statistics.load_state_dict(state["statistics"])

@@ -21,10 +21,10 @@ from dg_lightning.monitoring.views import (
 )
 from dg_lightning.training import is_logged_step, log_step, logged_step
 
-from ._shared import Restored, mean_over_ranks, state_key
+from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
 
-class GateMonitor(Restored):
+class GateMonitor(DeferredStateCallback):
     """Logs the activity of the hard gates in validation and test.
 
     Scalars go to every logger. Pictures (units over time and by class, an input gate as the image

@@ -9,16 +9,16 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.budget import (
-    MacsPrices,
+    MacsCost,
     Usage,
+    gates_without_macs,
     unit_costs_by_connections,
     usage_term,
-    without_a_price,
 )
 from dg_lightning.compute import linear_maps
-from dg_lightning.gates import by_pattern, gate_layers
+from dg_lightning.gates import gate_layers, values_by_pattern
 from dg_lightning.schedules import Clock, Curve, Schedule, ValueAt, as_schedule, warn_of_risks
-from dg_lightning.training import DeviceNumbers, log_step
+from dg_lightning.training import DeviceScalars, log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
 
@@ -108,25 +108,25 @@ class GatePenalty(Penalty):
         self.unit_costs = unit_costs
         self.name = name
         self.term = PenaltyTerm({})
-        self._weight, self._targets = DeviceNumbers(), DeviceNumbers()
+        self._weight, self._targets = DeviceScalars(), DeviceScalars()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = gate_layers(pl_module, self.layers)
         maps = linear_maps(pl_module)
-        if self.usage == "expected_macs" and (unknown := without_a_price(gates, maps)):
+        if self.usage == "expected_macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
                 f"`usage='expected_macs'` knows no linear map of {', '.join(unknown)}: "
                 "declare it in `feeds` of the gate, or use `usage='linear'`."
             )
         self._prices = None
         if self.usage == "expected_macs":
-            self._prices = MacsPrices(list(gates.values()), maps)
+            self._prices = MacsCost(list(gates.values()), maps)
         costs: dict[str, list[float]] = {}
         if self.unit_costs == "connections":
             costs = {n: unit_costs_by_connections(gate, maps) for n, gate in gates.items()}
         elif self.unit_costs is not None:
-            given = by_pattern("unit_costs", self.unit_costs, gates, None)
+            given = values_by_pattern("unit_costs", self.unit_costs, gates, None)
             costs = {n: c for n, c in zip(gates, given, strict=True) if c is not None}
         for name, values in costs.items():
             blocks = gates[name].units // gates[name].block_size
@@ -136,8 +136,8 @@ class GatePenalty(Penalty):
                     f"got {len(values)} from {min(values)} to {max(values)}."
                 )
         self.term = PenaltyTerm(gates, self.of, costs)
-        layer_weights = by_pattern("layer_weights", self.layer_weights, gates, 1.0)
-        self._layer_weights = DeviceNumbers(layer_weights)
+        layer_weights = values_by_pattern("layer_weights", self.layer_weights, gates, 1.0)
+        self._layer_weights = DeviceScalars(layer_weights)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -203,7 +203,7 @@ class GatePenalty(Penalty):
         if isinstance(self.target, float | int):
             return [float(self.target)] * len(gates)
         phases = [state.keep for state in self.term.shared(trainer)]
-        given = by_pattern("target", self.target or {}, gates, None)
+        given = values_by_pattern("target", self.target or {}, gates, None)
         both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
         if missing := [name for name, value in zip(gates, both, strict=True) if value is None]:
             raise ValueError(

@@ -20,11 +20,11 @@ from dg_lightning.rewiring import (
 from dg_lightning.schedules import Clock, Duration, check_duration
 from dg_lightning.training import mask_averages
 
-from ._shared import refuse_different_masks
-from .sparse import NewMasks, Sparse
+from ._shared import check_equal_masks
+from .sparse import NewMasks, SparseCallback
 
 
-class MagnitudePruning(Sparse):
+class MagnitudePruning(SparseCallback):
     """Prunes the smallest weights, and keeps them at 0.
 
     One-shot, before training (`begin: 0`) or later (`begin: 15 epochs`), followed by fine-tuning.
@@ -94,7 +94,7 @@ class MagnitudePruning(Sparse):
             masks, scores = self.new_masks(trainer, 0, list(self.connections.values()))
             change_connections(masks, None, scores)
             mask_averages(pl_module, trainer, self.connections.values())
-            refuse_different_masks(trainer, self.connections.values())
+            check_equal_masks(trainer, self.connections.values())
 
     @override
     def prepare(self, clock: Clock) -> str | None:

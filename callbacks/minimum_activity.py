@@ -9,17 +9,22 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.collapse.statistics import GateStatistics, unit_rates
-from dg_lightning.gates.protocol import GateLike, assume_open, by_pattern, gate_layers
+from dg_lightning.gates.protocol import (
+    GateLike,
+    gate_layers,
+    init_recorded_gates,
+    values_by_pattern,
+)
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock, Duration, check_duration
 from dg_lightning.training.averaging import keep_settings_live
 
-from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
+from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
 _CHECKS = 10  # of a unit before it counts as dead
 
 
-class MinimumActivity(Restored):
+class MinimumActivity(DeferredStateCallback):
     """Sets a floor on open gates, in deployment too, and revives dead units.
 
     The floor is part of the gate and of its checkpoint: every sample has at least that many units
@@ -82,7 +87,7 @@ class MinimumActivity(Restored):
 
     def _set_floors(self) -> None:
         if isinstance(self.min_open, dict):
-            floors = by_pattern("min_open", self.min_open, self._gates, None)
+            floors = values_by_pattern("min_open", self.min_open, self._gates, None)
         else:
             floors = [self.min_open] * len(self._gates)
         for gate, floor in zip(self._gates.values(), floors, strict=True):
@@ -94,8 +99,8 @@ class MinimumActivity(Restored):
         super().on_train_start(trainer, pl_module)
         keep_settings_live(pl_module, trainer)
         if self.revive_after is not None:
-            assume_open(self._watched.values())
-            refuse_uncounted_steps(self, trainer, pl_module)
+            init_recorded_gates(self._watched.values())
+            check_step_counting(self, trainer, pl_module)
             clock = Clock.from_trainer(trainer)
             self._interval = max(1, clock.steps(self.revive_after, "revive_after") // _CHECKS)
             self._until = clock.steps(self.revive_until, "revive_until")

@@ -11,15 +11,15 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.continual.dormant import WatchedUnits, find_watched
-from dg_lightning.gates.protocol import matching
+from dg_lightning.gates.protocol import filter_by_name
 from dg_lightning.rewiring import generator_for
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training import log_step
 
-from ._shared import Restored, mean_over_ranks, refuse_uncounted_steps, state_key
+from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
 
-class ReviveDormant(Restored):
+class ReviveDormant(DeferredStateCallback):
     """Keeps a net able to learn: units that hardly act or carry little start anew.
 
     A unit that starts anew gets fresh incoming weights, no outgoing ones, and a fresh state of the
@@ -94,7 +94,7 @@ class ReviveDormant(Restored):
         if example is None and offered_example(pl_module) is None:
             example = first_inputs(trainer, pl_module, "fit")
         found = find_watched(pl_module, example, self.decay)
-        self.units = matching(found, self.layers, "map with units")
+        self.units = filter_by_name(found, self.layers, "map with units")
         self._handles = [units.watch() for units in self.units.values()]
         self._pending = dict.fromkeys(self.units, 0.0)  # units that are due, as a fraction
         self._revived = dict.fromkeys(self.units, 0)
@@ -106,7 +106,7 @@ class ReviveDormant(Restored):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        refuse_uncounted_steps(self, trainer, pl_module)
+        check_step_counting(self, trainer, pl_module)
 
     @override
     def on_train_batch_end(

@@ -13,12 +13,12 @@ from dg_lightning.arguments import checked
 from dg_lightning.rewiring import (
     Distribution,
     DropShape,
-    Initial,
+    MaskInit,
     OpenRates,
     SparseLayer,
 )
 from dg_lightning.schedules import Duration
-from dg_lightning.training.optimizers import unscales_itself
+from dg_lightning.training.optimizers import has_fused_unscale
 
 from ._shared import mean_over_ranks
 from .sparse import NewMasks, Rewiring
@@ -95,7 +95,7 @@ class RigL(Rewiring):
         gate_aware: Literal["no", "grow", "drop_and_grow"] = "no",
         exclude_just_dropped: bool = False,
         skip_optimizer_step: bool = False,
-        initial: Initial = "random",
+        initial: MaskInit = "random",
         masks: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class RigL(Rewiring):
                 mean = self.grow == "mean_gradient"
                 self._gradients[layer] = (self._means[layer.name] if mean else gradient).abs()
         if due and self.skip_optimizer_step:
-            if unscales_itself(trainer, optimizer):
+            if has_fused_unscale(trainer, optimizer):
                 raise ValueError(
                     "`skip_optimizer_step` needs an optimizer that is not fused, where a scaler "
                     "looks after gradients: write fused=False, or leave it out."
@@ -162,7 +162,7 @@ class RigL(Rewiring):
 
     def _update_means(self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer]) -> None:
         """Update the running mean of unscaled gradients."""
-        late = unscales_itself(trainer, optimizer)
+        late = has_fused_unscale(trainer, optimizer)
         for layer in layers:
             gradient = layer.weight.grad
             if gradient is None:
@@ -204,7 +204,7 @@ class RigL(Rewiring):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self._saved is not None:
+        if self._loaded_state is not None:
             self._means = dict(state_dict["means"])
 
     @override

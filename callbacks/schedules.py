@@ -23,7 +23,7 @@ from dg_lightning.schedules import (
 )
 from dg_lightning.training import keep_settings_live, log_step
 
-from ._shared import refuse_two_writers, refuse_uncounted_steps
+from ._shared import check_single_writer, check_step_counting
 
 
 class TemperatureAnnealing(pl.Callback):
@@ -71,8 +71,8 @@ class TemperatureAnnealing(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._gates = gate_layers(pl_module, self.layers)
-        refuse_two_writers(self, trainer, pl_module)
-        refuse_uncounted_steps(self, trainer, pl_module)
+        check_single_writer(self, trainer, pl_module)
+        check_step_counting(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,8 +156,8 @@ class ThresholdPhases(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._gates = gate_layers(pl_module, self.layers)
-        refuse_two_writers(self, trainer, pl_module)
-        refuse_uncounted_steps(self, trainer, pl_module)
+        check_single_writer(self, trainer, pl_module)
+        check_step_counting(self, trainer, pl_module)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -17,7 +17,7 @@ from dg_lightning.rewiring import (
     Distribution,
     DropSchedule,
     DropShape,
-    Initial,
+    MaskInit,
     SparseLayer,
     Structure,
     announce_masks,
@@ -37,16 +37,16 @@ from dg_lightning.schedules import Clock, Duration
 from dg_lightning.training import log_step, mask_averages
 
 from ._shared import (
-    refuse_different_masks,
-    refuse_other_masks,
-    refuse_uncounted_steps,
+    check_equal_masks,
+    check_no_other_masks,
+    check_step_counting,
     state_key,
 )
 
 NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]  # and scores behind them
 
 
-class Sparse(pl.Callback):
+class SparseCallback(pl.Callback):
     """Keeps the weights of missing connections at exactly 0.
 
     Gradients are masked before the optimizer's step, and weights after it, whoever else has changed
@@ -72,7 +72,7 @@ class Sparse(pl.Callback):
         distribution: Distribution = "erk",
         layers: list[str] | None = None,
         structure: str = "unstructured",
-        initial: Initial = "random",
+        initial: MaskInit = "random",
         masks: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -83,15 +83,15 @@ class Sparse(pl.Callback):
         self.distribution: Distribution = distribution
         self.layers = list(sparsity) if isinstance(sparsity, dict) else layers
         self.structure = Structure(structure)
-        self.initial: Initial = initial
+        self.initial: MaskInit = initial
         self.masks, self.seed = masks, seed
         self.connections: dict[str, SparseLayer] = {}
         self._layers: dict[str, Any] = {}
         self._seed: int | None = None
         self._fits = False
         self._is_new = False  # whether masks were made for this training run
-        self._given: dict[str, Tensor] | None = None
-        self._saved: dict[str, Any] | None = None
+        self._user_masks: dict[str, Tensor] | None = None
+        self._loaded_state: dict[str, Any] | None = None
         self._step = 0
         self._due: list[SparseLayer] = []  # layers that change after this step
         self._handles: dict[Optimizer, Any] = {}
@@ -101,9 +101,9 @@ class Sparse(pl.Callback):
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
 
-    def use_masks(self, masks: Mapping[str, Tensor]) -> None:
+    def set_initial_masks(self, masks: Mapping[str, Tensor]) -> None:
         """Start the next training run from these connections, bool, by layer."""
-        self._given = dict(masks)
+        self._user_masks = dict(masks)
 
     def changes_after(self, step: int, last: int) -> bool:
         """Return True if a layer that changed `last` changes after this step, counted from 1."""
@@ -133,10 +133,10 @@ class Sparse(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refuse_other_masks(self, trainer, pl_module)
+        check_no_other_masks(self, trainer, pl_module)
         self._layers = self.find_layers(pl_module)
         for name, layer in self._layers.items():
-            self.structure.refuse_if_unfit(name, layer)
+            self.structure.check_layer(name, layer)
         if note := self.structure.note_on(self.sparsity):
             rank_zero_info(f"{type(self).__name__} {note}")
         self._connect(trainer, pl_module)
@@ -162,7 +162,12 @@ class Sparse(pl.Callback):
         if self._seed is None:  # a resumed run goes on with its own
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
-        saved, given, self._saved, self._given = self._saved, self._given, None, None
+        saved, given, self._loaded_state, self._user_masks = (
+            self._loaded_state,
+            self._user_masks,
+            None,
+            None,
+        )
         now = {n: (id(x), id(x.weight)) for n, x in self._layers.items()}
         same = now == {n: (id(c.layer), id(c.weight)) for n, c in self.connections.items()}
         self._is_new = saved is None and not same
@@ -182,7 +187,7 @@ class Sparse(pl.Callback):
                 layer.load_state_dict(saved["connections"][name])
             layer.apply()
         mask_averages(pl_module, trainer, self.connections.values())
-        refuse_different_masks(trainer, self.connections.values())
+        check_equal_masks(trainer, self.connections.values())
 
     def made_masks(self) -> dict[str, Tensor]:
         """Return the first masks of a model that has none."""
@@ -192,14 +197,14 @@ class Sparse(pl.Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self._saved is not None:  # loaded late, as by a search for a learning rate
+        if self._loaded_state is not None:  # loaded late, as by a search for a learning rate
             self._connect(trainer, pl_module)
         if self._is_new and trainer.global_step > 0:
             raise RuntimeError(
                 f"Training goes on at step {trainer.global_step} without masks of "
                 f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
             )
-        refuse_uncounted_steps(self, trainer, pl_module)
+        check_step_counting(self, trainer, pl_module)
         if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:
             rank_zero_warn(warning)
         if trainer.global_step == 0:
@@ -238,7 +243,7 @@ class Sparse(pl.Callback):
     ) -> None:
         """Change connections right after the optimizer's step."""
         for layer in self._layers_of(optimizer):
-            layer.refuse_if_replaced()
+            layer.check_not_replaced()
             layer.clean(optimizer)
         due, self._due = self._due, []
         if not due:
@@ -253,13 +258,13 @@ class Sparse(pl.Callback):
         for layer in masks:
             layer.changed_at = self._step
         mask_averages(pl_module, trainer, masks)
-        refuse_different_masks(trainer, due)
+        check_equal_masks(trainer, due)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         live = set(pl_module.modules())
         for layer in self.connections.values():
-            layer.refuse_if_replaced(live)
+            layer.check_not_replaced(live)
 
     def _skip(self, due: list[SparseLayer]) -> None:
         """Skip a change, until the next one is due."""
@@ -298,7 +303,7 @@ class Sparse(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._saved or {  # which was loaded, and training has not started
+        return self._loaded_state or {  # which was loaded, and training has not started
             "connections": {name: layer.state_dict() for name, layer in self.connections.items()},
             "seed": self._seed,
         }
@@ -306,10 +311,10 @@ class Sparse(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._fits and state_dict["connections"]:
-            self._saved, self._seed = state_dict, state_dict["seed"]
+            self._loaded_state, self._seed = state_dict, state_dict["seed"]
 
 
-class StaticSparse(Sparse):
+class StaticSparse(SparseCallback):
     """Trains a sparse net with fixed random connections: the baseline of rewiring.
 
     Also continues the training of a net that was pruned elsewhere, see `masks`. Takes the arguments
@@ -320,7 +325,7 @@ class StaticSparse(Sparse):
     """
 
 
-class Rewiring(Sparse):
+class Rewiring(SparseCallback):
     """Drops connections and grows as many: the base of `RigL` and `SET`.
 
     Args:
@@ -352,7 +357,7 @@ class Rewiring(Sparse):
         drop_shape: DropShape = "cosine",
         until: Duration = 0.75,
         exclude_just_dropped: bool = False,
-        initial: Initial = "random",
+        initial: MaskInit = "random",
         masks: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -371,7 +376,7 @@ class Rewiring(Sparse):
     def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
         """Return the new mask of a layer, from the scores for keeping and for growing."""
         fraction = self.schedule.fraction(step)
-        return layer.rewired(keep, grow, fraction, self.exclude_just_dropped)
+        return layer.rewired_mask(keep, grow, fraction, self.exclude_just_dropped)
 
 
 class SET(Rewiring):

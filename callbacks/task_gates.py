@@ -14,7 +14,7 @@ from dg_lightning.continual.protection import GatesByTask
 from dg_lightning.continual.tasks import Heads, least_uncertain, task_progress
 from dg_lightning.gates import set_temperature, shared_state
 from dg_lightning.training import log_step
-from dg_lightning.training.averaging import refuse_what_moves
+from dg_lightning.training.averaging import check_no_running_state
 
 
 class TaskGates(pl.Callback):
@@ -108,7 +108,7 @@ class TaskGates(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._heads is not None
-        refuse_what_moves(pl_module, trainer, self)
+        check_no_running_state(pl_module, trainer, self)
         self._protection = Protection(pl_module, self._heads.map)
         for task in range(len(self.finished)):
             self._protect(task)

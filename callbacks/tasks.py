@@ -274,9 +274,9 @@ class EWC(pl.Callback):
             raise ValueError(f"`weight` must be at least 0, got {weight}.")
         self.weight = weight
         self._data: TaskData | None = None
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self.task = 0
         # By name of the weight: importance, importance times the weights of each task, and squares.
         self._importance: dict[str, Tensor] = {}
@@ -288,7 +288,7 @@ class EWC(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._data = task_data(trainer, self)
         if stage == "fit":
-            self._start_anew()
+            self._reset()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

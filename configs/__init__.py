@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from dg_lightning.refusal import refusal
+from dg_lightning.cli_error import cli_error
 
 __all__ = [
     "config_name",
@@ -88,11 +88,11 @@ def config_path(name: str) -> str:
     short = name.removeprefix("configs/").removesuffix(".yaml")
     if short in shipped:
         if short.startswith("logger/wandb") and find_spec("wandb") is None:
-            raise refusal(f"{short} needs W&B: pip install wandb wandb-workspaces.")
+            raise cli_error(f"{short} needs W&B: pip install wandb wandb-workspaces.")
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
     near = get_close_matches(short, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists those that ship."
-    raise refusal(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
+    raise cli_error(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
 
 
 def _check_yaml(path: str) -> None:
@@ -102,17 +102,17 @@ def _check_yaml(path: str) -> None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if getattr(event, "tag", None) is not None:
                 line = event.start_mark.line + 1
-                raise refusal(f"{path}, line {line}: a config holds plain values, not tags.")
+                raise cli_error(f"{path}, line {line}: a config holds plain values, not tags.")
         settings = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        raise refusal(f"{path} is not text: {error}.", error) from error
+        raise cli_error(f"{path} is not text: {error}.", error) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise refusal(f"{path}{where} is not YAML: {problem}.", error) from error
+        raise cli_error(f"{path}{where} is not YAML: {problem}.", error) from error
     if not isinstance(settings, yaml.MappingNode):
-        raise refusal(f"{path} holds no settings: write them as `name: value`.")
+        raise cli_error(f"{path} holds no settings: write them as `name: value`.")
     _check_keys(path, settings)
 
 
@@ -123,7 +123,7 @@ def _check_keys(path: str, node: yaml.Node) -> None:
         key, value = item if isinstance(item, tuple) else (None, item)
         if key is not None and key.value in seen:
             line = key.start_mark.line + 1
-            raise refusal(f"{path}, line {line}: {key.value!r} stands twice: keep one of them.")
+            raise cli_error(f"{path}, line {line}: {key.value!r} stands twice: keep one of them.")
         if key is not None and isinstance(key.value, str):
             seen.add(key.value)
         _check_keys(path, value)

@@ -427,17 +427,17 @@ class CellDecoder:
         """Save all tables and metadata."""
         values = read_values(self.cells, self.layer, self.settings.values)
         fit = self._fit if self.preparation is None else self._align
-        facts, matrix, labels, rows = fit(values)
+        metadata, matrix, labels, rows = fit(values)
         for name, array in (
             ("values", matrix.data),
             ("columns", matrix.indices),
             ("starts", matrix.indptr.astype(np.int64)),
             ("labels", labels),
-            ("fingerprints", facts.pop("fingerprints")),
+            ("fingerprints", metadata.pop("fingerprints")),
             *((part, of) for part, of in rows.items() if len(of)),
         ):
             save(name, [array])
-        save.facts(cells=self.cells.obs_names.tolist(), **facts)
+        save.metadata(cells=self.cells.obs_names.tolist(), **metadata)
 
     def _fit(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
         """Select genes, classes and splits from these cells."""
@@ -469,7 +469,7 @@ class CellDecoder:
         matrix, raw = fitted.align(self.genes, values)
         scaled_by = matrix[labelled if s.fit_on == "paper" else rows["train"]].toarray()
         deviation = scaled_by.std(0, ddof=1)
-        facts = {
+        metadata = {
             "class_names": list(fitted.class_names),
             "input_genes": list(fitted.input_genes),
             "total_genes": list(fitted.total_genes),
@@ -478,7 +478,7 @@ class CellDecoder:
             "labels": names.tolist(),
             "fingerprints": compute_fingerprints(raw),
         }
-        return facts, matrix, labels, rows
+        return metadata, matrix, labels, rows
 
     def _align(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
         """Align the cells with a checkpoint; cells of its splits are recognised."""
@@ -505,14 +505,14 @@ class CellDecoder:
         rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
         if (labels >= 0).any():
             unlabelled = "all labelled cells are cells that the net was trained on."
-        facts = {
+        metadata = {
             "class_names": list(fitted.class_names),
             "input_genes": list(fitted.input_genes),
             "labels": names.tolist(),
             "unlabelled": unlabelled,
             "fingerprints": prints,
         }
-        return facts, matrix, labels, rows
+        return metadata, matrix, labels, rows
 
     def _find_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
         """Return the labels, and the reason if there are none."""

@@ -224,7 +224,7 @@ class Save(Protocol):
         """Save an array, given in chunks along its first axis."""
         ...
 
-    def facts(self, **facts: Any) -> None:
+    def metadata(self, **metadata: Any) -> None:
         """Save JSON-compatible metadata, such as class names."""
         ...
 
@@ -293,9 +293,9 @@ class SparseTable:
 class Tables(Mapping[str, ArrayTable]):
     """The arrays and metadata saved by a decoder."""
 
-    def __init__(self, arrays: dict[str, ArrayTable], facts: dict[str, Any]) -> None:
+    def __init__(self, arrays: dict[str, ArrayTable], metadata: dict[str, Any]) -> None:
         self._arrays = arrays
-        self.facts = facts
+        self.metadata = metadata
 
     def __getitem__(self, name: str) -> ArrayTable:
         return self._arrays[name]
@@ -336,7 +336,7 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
             "Point `cache_dir` or DG_CACHE to a folder with room that you may write to."
         )
         return tables_in_memory(decode)
-    for text in tables.facts.pop("warnings"):
+    for text in tables.metadata.pop("warnings"):
         rank_zero_warn(text)
     return tables
 
@@ -347,7 +347,7 @@ def _note_warnings(decode: Decode, save: Save) -> None:
         warnings.simplefilter("always")
         decode(save)
     here = Path(__file__).parent
-    save.facts(warnings=[str(w.message) for w in caught if Path(w.filename).parent == here])
+    save.metadata(warnings=[str(w.message) for w in caught if Path(w.filename).parent == here])
     for other in caught:
         if Path(other.filename).parent != here:
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
@@ -409,8 +409,8 @@ class _DiskSave:
         _require_rows(rows, name)
         self.arrays[name] = {"dtype": dtype, "shape": [rows, *shape]}
 
-    def facts(self, **facts: Any) -> None:
-        self.all_facts.update(facts)
+    def metadata(self, **metadata: Any) -> None:
+        self.all_facts.update(metadata)
 
     def finish(self) -> None:
         with _wrap_cache_errors(self.folder), (self.folder / "contents.json").open("x") as file:
@@ -431,8 +431,8 @@ class _MemorySave:
         _require_rows(sum(map(len, arrays)), name)
         self.arrays[name] = ArrayTable(np.concatenate(arrays))
 
-    def facts(self, **facts: Any) -> None:
-        self.all_facts.update(facts)
+    def metadata(self, **metadata: Any) -> None:
+        self.all_facts.update(metadata)
 
 
 def _require_rows(rows: int, name: str) -> None:

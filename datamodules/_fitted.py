@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ._files import Tables
-from ._splits import Part
+from ._splits import Split
 from .base import BaseDataModule
 
 PARTS = ("train", "val", "test")
@@ -56,11 +56,11 @@ class FittedDataModule(BaseDataModule):
 
     def make_parts(
         self, tables: Tables, table: Any, labels: Tensor, prepare: Any
-    ) -> dict[str, Part]:
+    ) -> dict[str, Split]:
         """Return the splits, and keep all samples for `predict`."""
         none = np.empty(0, dtype=np.int64)
         rows = {name: tables[name].array.copy() if name in tables else none for name in PARTS}
-        self._everything = Part(table, np.arange(len(labels)), labels, prepare)
+        self._everything = Split(table, np.arange(len(labels)), labels, prepare)
         prints = tables["fingerprints"].array
         equal = int(np.isin(prints[rows["test"]], prints[rows["train"]]).sum())
         if equal and self._preparation is None:
@@ -68,17 +68,17 @@ class FittedDataModule(BaseDataModule):
                 f"{equal:,} of {len(rows['test']):,} test {self.sample}s equal a training "
                 f"{self.sample}: remove duplicates, or keep them together."
             )
-        return {name: Part(table, of, labels[of], prepare) for name, of in rows.items()}
+        return {name: Split(table, of, labels[of], prepare) for name, of in rows.items()}
 
     @override
-    def check_parts(self, parts: Mapping[str, Part]) -> None:
+    def check_parts(self, parts: Mapping[str, Split]) -> None:
         if self._preparation is None:
             super().check_parts(parts)
             return
         part = {"test": "test", "validate": "val"}.get(str(self._stage))
         if part is not None and not len(parts[part]):
             raise ValueError(
-                f"There is no {self.sample} to {self._stage} on: {self.facts['unlabelled']} "
+                f"There is no {self.sample} to {self._stage} on: {self.metadata['unlabelled']} "
                 "`predict` needs no labels."
             )
 
@@ -125,7 +125,7 @@ class FittedDataModule(BaseDataModule):
             self.setup(self._stage)
 
     @override
-    def part_to_predict(self) -> Part:
+    def part_to_predict(self) -> Split:
         self.part("test")  # or say that setup comes first
         return self._everything
 

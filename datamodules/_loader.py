@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
 from ._files import Indices
-from ._splits import Batch, Part, Samples
+from ._splits import Batch, Samples, Split
 
 Job = tuple[Indices, int, int]  # indices, seed, epoch
 
@@ -132,7 +132,7 @@ class BatchLoader:
             batch_size=None,
             sampler=self._job_sampler,
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory and isinstance(self.part, Part),
+            pin_memory=self.pin_memory and isinstance(self.part, Split),
             persistent_workers=self.num_workers > 0,
             generator=torch.Generator(),  # do not draw worker seeds from the global generator
         )
@@ -205,4 +205,4 @@ class _BatchDataset(Dataset[Batch]):
 
     @override
     def __getitem__(self, job: Job) -> Batch:
-        return self.part.cut(*job)
+        return self.part.get_batch(*job)

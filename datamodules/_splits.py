@@ -18,7 +18,7 @@ Draws = dict[str, NDArray[Any]]
 PaddingMode: TypeAlias = Literal["reflect", "constant"]
 
 
-class Rows(Protocol):
+class RowTable(Protocol):
     """Table of samples: an array, a memory-mapped array or a sparse matrix."""
 
     def __len__(self) -> int: ...
@@ -45,20 +45,20 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+    def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
         """Return inputs and labels of the given samples."""
         ...
 
 
 @dataclass
-class Part(Dataset[Batch]):
+class Split(Dataset[Batch]):
     """Training, validation or test samples.
 
     Random values are sampled for a whole epoch at once, so that the augmentation of a sample is a
     function of (seed, epoch, index), independent of batch, worker and rank.
     """
 
-    table: Rows
+    table: RowTable
     rows: Indices  # table row of each sample
     labels: Tensor  # label of each sample
     prepare: Callable[[Tensor], Tensor] | None = None  # table rows -> model inputs
@@ -69,7 +69,7 @@ class Part(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+    def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
         """Return inputs and labels of the given samples."""
         inputs = self.table.take(self.rows[indices])
         if self.augmentation is not None:
@@ -90,7 +90,7 @@ class Part(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return a batch, for a plain torch `DataLoader`."""
-        return self.cut(np.asarray(indices, dtype=np.int64))
+        return self.get_batch(np.asarray(indices, dtype=np.int64))
 
 
 class Normalize:
@@ -248,7 +248,7 @@ def split_images(
     seed: int,
     normalize: Normalize,
     augmentation: Augmentation | None = None,
-) -> dict[str, Part]:
+) -> dict[str, Split]:
     """Split the tables `train_images`, `train_labels`, `test_images` and `test_labels`."""
     for name in ("train", "test"):
         images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
@@ -267,9 +267,9 @@ def split_images(
     test_images, test_labels = tables["test_images"], tables.labels("test_labels")
     train, val = stratified_split(np.arange(len(labels)), labels, val_share, seed, class_names)
     return {
-        "train": Part(images, train, labels[train], normalize, augmentation),
-        "val": Part(images, val, labels[val], normalize),
-        "test": Part(test_images, np.arange(len(test_labels)), test_labels, normalize),
+        "train": Split(images, train, labels[train], normalize, augmentation),
+        "val": Split(images, val, labels[val], normalize),
+        "test": Split(test_images, np.arange(len(test_labels)), test_labels, normalize),
     }
 
 
@@ -290,7 +290,7 @@ class Windows(Dataset[Batch]):
     def __len__(self) -> int:
         return self.count
 
-    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+    def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
         """Return the given windows, and the same moved on by one byte."""
         starts = self._starts(seed, epoch)[indices]
         taken = self.text.array[starts[:, None] + np.arange(self.context + 1)]
@@ -322,7 +322,7 @@ class DevicePart:
         device: The device.
     """
 
-    def __init__(self, part: Part, device: torch.device) -> None:
+    def __init__(self, part: Split, device: torch.device) -> None:
         self.part = part
         self.labels = part.labels.to(device)
         rows = np.array_split(np.arange(len(part)), math.ceil(len(part) / _CHUNK))
@@ -338,7 +338,7 @@ class DevicePart:
     def __len__(self) -> int:
         return len(self.part)
 
-    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+    def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
         """Return inputs and labels of the given samples, see `Part.cut`."""
         index = torch.from_numpy(indices).to(self.labels.device, non_blocking=True)
         inputs = self.inputs[index]
@@ -360,7 +360,7 @@ def on_device(part: Samples, device: torch.device | None) -> Samples:
     They cannot be where they would take more than a quarter of the free memory, or are augmented
     in another way than images are.
     """
-    if device is None or device.type != "cuda" or not isinstance(part, Part):
+    if device is None or device.type != "cuda" or not isinstance(part, Split):
         return part
     normal = isinstance(part.augmentation, CropFlip) and isinstance(part.prepare, Normalize)
     if part.augmentation is not None and not (normal and part.change is None):
@@ -370,7 +370,7 @@ def on_device(part: Samples, device: torch.device | None) -> Samples:
     return DevicePart(part, device) if size <= _LARGEST_SHARE * free else part
 
 
-def _samples(part: Part, indices: Indices) -> Tensor:
+def _samples(part: Split, indices: Indices) -> Tensor:
     """Return samples on the CPU, prepared unless they are augmented first."""
     augmented = part.augmentation is not None
-    return part.table.take(part.rows[indices]) if augmented else part.cut(indices)[0]
+    return part.table.take(part.rows[indices]) if augmented else part.get_batch(indices)[0]

@@ -305,7 +305,7 @@ class TableDecoder:
         for part in PARTS:
             if len(of := np.flatnonzero(parts == part)):
                 save(part, [of])
-        save.facts(preparation=preparation.plain(), unlabelled=unlabelled)
+        save.metadata(preparation=preparation.plain(), unlabelled=unlabelled)
 
     def _fit(self) -> tuple[TablePreparation, Any, Any, Any, str]:
         """Fit classes, splits and inputs to this table."""

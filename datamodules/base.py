@@ -19,13 +19,13 @@ from dg_lightning.training.checkpoint import checked
 
 from ._files import Download, DownloadError, Save, Tables, cached_tables, fetch, tables_in_memory
 from ._loader import BatchLoader, rank_and_world_size
-from ._splits import Batch, Part, on_device
+from ._splits import Batch, Split, on_device
 
 
 class PreparedData(pl.LightningDataModule):
     """A DataModule that saves classes, input shape and scaling in the checkpoint."""
 
-    _parts: dict[str, Part]
+    _parts: dict[str, Split]
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class PreparedData(pl.LightningDataModule):
         """Shape of one sample."""
 
     @abstractmethod
-    def part_to_predict(self) -> Part:
+    def part_to_predict(self) -> Split:
         """Return the samples for `predict`, in dataset order."""
 
     def preparation(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class BaseDataModule(PreparedData):
         cache = cache_dir or os.environ.get("DG_CACHE") or self.root / ".dg_cache"
         self.cache_dir = Path(cache).absolute()
         self._loaded_tables: Tables | None = None
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, Split] = {}
         self._stage = ""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class BaseDataModule(PreparedData):
         """Decode the files into tables."""
 
     @abstractmethod
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         """Return the splits `train`, `val` and `test`."""
 
     @override
@@ -259,7 +259,7 @@ class BaseDataModule(PreparedData):
             f"one is right for {self.majority_rate():.1%} of the test samples"
         )
 
-    def check_parts(self, parts: Mapping[str, Part]) -> None:
+    def check_parts(self, parts: Mapping[str, Split]) -> None:
         """Raise ValueError if a split cannot be used for training or evaluation."""
         if self.num_classes < 2:
             raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
@@ -272,18 +272,18 @@ class BaseDataModule(PreparedData):
                 )
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Metadata stored in the files, such as class names; downloaded if necessary."""
         if self._loaded_tables is None:
             self.prepare_data()
-        return self._tables().facts
+        return self._tables().metadata
 
     @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.class_names)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> Split:
         """Return the samples of `train`, `val` or `test`."""
         if not self._parts:
             raise RuntimeError(f"{type(self).__name__}.setup('fit') must be called first.")
@@ -296,7 +296,7 @@ class BaseDataModule(PreparedData):
             for name in ("train", "val", "test")
         }
 
-    def _counts(self, part: Part) -> Tensor:
+    def _counts(self, part: Split) -> Tensor:
         return torch.bincount(part.labels, minlength=self.num_classes)
 
     def majority_rate(self, part: str = "test") -> float:
@@ -335,11 +335,11 @@ class BaseDataModule(PreparedData):
             generator=torch.Generator(),  # do not draw worker seeds from the global generator
         )
 
-    def part_to_load(self, name: str) -> Part:
+    def part_to_load(self, name: str) -> Split:
         """Return the samples of a loader."""
         return self.part(name)
 
-    def part_to_predict(self) -> Part:
+    def part_to_predict(self) -> Split:
         """Return the samples for `predict`, in dataset order."""
         return self.part("test")
 

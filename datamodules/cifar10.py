@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._files import Download, Save, Tables, check_digest
-from ._splits import CropFlip, Normalize, PaddingMode, Part, split_images
+from ._splits import CropFlip, Normalize, PaddingMode, Split, split_images
 from .base import BaseDataModule, check_choice
 
 # Files of the Python version, with their published MD5 checksums.
@@ -95,7 +95,7 @@ class CIFAR10DataModule(BaseDataModule):
             save(f"{part}_labels", (labels for _, labels in batches))
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         normalize = Normalize((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
         crop = CropFlip(4, padding_mode=self.padding_mode)
         augmentation = crop if self.augment == "crop_flip" else None

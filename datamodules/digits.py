@@ -8,7 +8,7 @@ import numpy as np
 from typing_extensions import override
 
 from ._files import Save, Tables
-from ._splits import Part, stratified_split
+from ._splits import Split, stratified_split
 from .base import BaseDataModule
 
 
@@ -55,10 +55,10 @@ class DigitsDataModule(BaseDataModule):
         save("labels", [digits.target])
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         labels = tables.labels()
         every = np.arange(len(labels))
         rest, test = stratified_split(every, labels, 0.2, self.split_seed, self.class_names)
         train, val = stratified_split(rest, labels, 0.1, self.split_seed, self.class_names)
         rows = {"train": train, "val": val, "test": test}
-        return {name: Part(tables["images"], of, labels[of]) for name, of in rows.items()}
+        return {name: Split(tables["images"], of, labels[of]) for name, of in rows.items()}

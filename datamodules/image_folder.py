@@ -21,7 +21,7 @@ from ._fitted import (
     named_parts,
     seen_samples,
 )
-from ._splits import CropFlip, Normalize, Part, stratified_split
+from ._splits import CropFlip, Normalize, Split, stratified_split
 from .base import check_choice
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
@@ -114,7 +114,7 @@ class ImageFolderDataModule(FittedDataModule):
     @property
     @override
     def class_names(self) -> tuple[str, ...]:
-        return tuple(self.facts["preparation"]["class_names"])
+        return tuple(self.metadata["preparation"]["class_names"])
 
     @property
     @override
@@ -127,7 +127,7 @@ class ImageFolderDataModule(FittedDataModule):
 
     @override
     def fitted_preparation(self) -> _ImagePreparation:
-        return _ImagePreparation.from_plain(self.facts["preparation"])
+        return _ImagePreparation.from_plain(self.metadata["preparation"])
 
     @override
     def sources(self) -> Sequence[Path | str]:
@@ -186,7 +186,7 @@ class ImageFolderDataModule(FittedDataModule):
         for part in PARTS:
             if len(of := np.flatnonzero(parts == part)):
                 save(part, [of])
-        save.facts(
+        save.metadata(
             preparation=fitted.plain(),
             unlabelled=reason,
             files=[os.path.relpath(image.path, self.path) for image in images],
@@ -230,8 +230,10 @@ class ImageFolderDataModule(FittedDataModule):
         return parts
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
-        normalize = Normalize(self.facts["preparation"]["mean"], self.facts["preparation"]["std"])
+    def split(self, tables: Tables) -> dict[str, Split]:
+        normalize = Normalize(
+            self.metadata["preparation"]["mean"], self.metadata["preparation"]["std"]
+        )
         parts = self.make_parts(tables, tables["pixels"], tables.labels(), normalize)
         if self.augment != "none":
             shift = self._side // 8 if self.augment == "crop_flip" else 0
@@ -243,7 +245,7 @@ class ImageFolderDataModule(FittedDataModule):
         names = self.class_names
         labels = [names[label] if label >= 0 else "" for label in self._everything.labels.tolist()]
         parts = find_parts(self._tables()["fingerprints"].array, self.current_preparation().seen)
-        return {"file": self.facts["files"], "true_label": labels, "part": parts.tolist()}
+        return {"file": self.metadata["files"], "true_label": labels, "part": parts.tolist()}
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._files import Download, Save, Tables, check_digest
-from ._splits import Normalize, Part, split_images
+from ._splits import Normalize, Split, split_images
 from .base import BaseDataModule
 
 _FILES = {
@@ -97,7 +97,7 @@ class MNISTDataModule(BaseDataModule):
             save(f"{part}_{what}", [array[:, None] if what == "images" else array])
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         normalize = Normalize([self.mean], [self.std])
         return split_images(tables, self.class_names, self.val_share, self.split_seed, normalize)
 

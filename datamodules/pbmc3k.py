@@ -12,7 +12,7 @@ from typing_extensions import override
 from ._cells import CellDecoder, CellPreparation, Standardize
 from ._files import Download, Save, SparseTable, Tables
 from ._fitted import FittedDataModule
-from ._splits import Part
+from ._splits import Split
 from .base import check_choice
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ class PBMC3kDataModule(FittedDataModule):
     @property
     @override
     def class_names(self) -> tuple[str, ...]:
-        return tuple(self.facts["class_names"])
+        return tuple(self.metadata["class_names"])
 
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Gene names, in input order."""
-        return tuple(self.facts["input_genes"])
+        return tuple(self.metadata["input_genes"])
 
     @property
     @override
@@ -176,20 +176,20 @@ class PBMC3kDataModule(FittedDataModule):
             torch.set_num_threads(threads)  # scanpy's numba resets it to all cores
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
-        columns = len(tables.facts["input_genes"])
+    def split(self, tables: Tables) -> dict[str, Split]:
+        columns = len(tables.metadata["input_genes"])
         matrix = SparseTable(tables["values"], tables["columns"], tables["starts"], columns)
-        scaling = self._scaling(tables.facts)
+        scaling = self._scaling(tables.metadata)
         prepare = None if scaling[0] is None else Standardize(*scaling)
         return self.make_parts(tables, matrix, tables.labels(), prepare)
 
-    def _scaling(self, facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _scaling(self, metadata: Mapping[str, Any]) -> tuple[Any, Any]:
         if self._preparation is not None:
             return self._preparation.mean, self._preparation.std
-        return (facts["mean"], facts["std"]) if self.scale else (None, None)
+        return (metadata["mean"], metadata["std"]) if self.scale else (None, None)
 
     @override
-    def check_parts(self, parts: Mapping[str, Part]) -> None:
+    def check_parts(self, parts: Mapping[str, Split]) -> None:
         # With groups, only the training split must contain every class.
         is_grouped = self._preparation is None and self.split_by is not None
         super().check_parts({"train": parts["train"]} if is_grouped else parts)
@@ -197,12 +197,12 @@ class PBMC3kDataModule(FittedDataModule):
     @override
     def fitted_preparation(self) -> CellPreparation:
         tables = self._tables()
-        facts, prints = tables.facts, tables["fingerprints"].array
-        mean, std = self._scaling(facts)
+        metadata, prints = tables.metadata, tables["fingerprints"].array
+        mean, std = self._scaling(metadata)
         return CellPreparation(
-            facts["input_genes"],
-            facts["total_genes"],
-            facts["class_names"],
+            metadata["input_genes"],
+            metadata["total_genes"],
+            metadata["class_names"],
             mean=mean,
             std=std,
             seen={name: prints[part.rows].tolist() for name, part in self._parts.items()},
@@ -212,8 +212,8 @@ class PBMC3kDataModule(FittedDataModule):
     @override
     def describe_samples(self) -> dict[str, Sequence[Any]]:
         return {
-            "barcode": self.facts["cells"],
-            "true_label": [name or "" for name in self.facts["labels"]],
+            "barcode": self.metadata["cells"],
+            "true_label": [name or "" for name in self.metadata["labels"]],
             "part": self.current_preparation().find_parts(self._tables()["fingerprints"].array),
         }
 
@@ -233,7 +233,7 @@ class PBMC3kDataModule(FittedDataModule):
         if not isinstance(predictions, Tensor):
             batches = [b["prediction"] if isinstance(b, dict) else b for b in predictions]
             predictions = torch.cat(batches)
-        names, barcodes = np.array(self.class_names), self.facts["cells"]
+        names, barcodes = np.array(self.class_names), self.metadata["cells"]
         if len(predictions) != len(barcodes):
             raise ValueError(
                 f"Expected a prediction for each of {len(barcodes)} cells, got {len(predictions)}."

@@ -23,7 +23,7 @@ from ._audio import (
     select_segment,
 )
 from ._files import Download, Save, Tables, list_files, read_chunks
-from ._splits import Part
+from ._splits import Split
 from .base import BaseDataModule, check_choice
 
 
@@ -157,8 +157,8 @@ class SpeechCommandsDataModule(BaseDataModule):
         return second
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
-        parts: dict[str, Part] = {}
+    def split(self, tables: Tables) -> dict[str, Split]:
+        parts: dict[str, Split] = {}
         for name in ("train", "val", "test"):
             labels = tables.labels(f"{name}_labels")
             rows = np.arange(len(labels))
@@ -166,7 +166,7 @@ class SpeechCommandsDataModule(BaseDataModule):
                 shift = self.time_shift_ms * RATE // 1000
                 augmentation = ShiftAndNoise(shift, self.noise_volume, tables.get("train_noise"))
                 features = LogMel(FRONT_ENDS[self.front_end])
-                parts[name] = Part(tables["train_waves"], rows, labels, features, augmentation)
+                parts[name] = Split(tables["train_waves"], rows, labels, features, augmentation)
             else:
-                parts[name] = Part(tables[f"{name}_features"], rows, labels)
+                parts[name] = Split(tables[f"{name}_features"], rows, labels)
         return parts

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ._files import Save, Tables
 from ._fitted import FittedDataModule, find_parts
-from ._splits import Part
+from ._splits import Split
 from ._table_preparation import TableDecoder, TablePreparation, read_table
 from .base import check_choice
 
@@ -139,7 +139,7 @@ class TabularDataModule(FittedDataModule):
         return None if target is None else (target[0], target[1])
 
     def _of_facts(self) -> TablePreparation:
-        return TablePreparation.from_plain(self.facts["preparation"])
+        return TablePreparation.from_plain(self.metadata["preparation"])
 
     @override
     def fitted_preparation(self) -> TablePreparation:
@@ -183,12 +183,12 @@ class TabularDataModule(FittedDataModule):
         return table
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         labels = torch.from_numpy(tables["labels"].array.copy())
         return self.make_parts(tables, tables["inputs"], labels, None)
 
     @override
-    def check_parts(self, parts: Mapping[str, Part]) -> None:
+    def check_parts(self, parts: Mapping[str, Split]) -> None:
         fits = self._preparation is None
         if fits and not self.class_names:
             for name, part in parts.items():

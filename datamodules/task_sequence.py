@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ._files import Indices, Save, Tables
 from ._loader import BatchLoader
-from ._splits import Batch, Part
+from ._splits import Batch, Split
 from .base import BaseDataModule, check_choice
 
 Change: TypeAlias = Callable[[Tensor, Indices], Tensor]  # images and their rows -> images
@@ -107,7 +107,7 @@ class TaskParts:
         parts: The samples of each task.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Split]) -> None:
         self.parts = list(parts)
         self.ends = list(accumulate(map(len, self.parts)))
         self.labels = torch.cat([part.labels for part in self.parts])
@@ -115,12 +115,12 @@ class TaskParts:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def cut(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
+    def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
         """Return inputs and labels of the given samples, task by task."""
         starts = [0, *self.ends[:-1]]
         of = np.searchsorted(self.ends, indices, side="right")
         batches = [
-            self.parts[task].cut(indices[of == task] - starts[task], seed, epoch)
+            self.parts[task].get_batch(indices[of == task] - starts[task], seed, epoch)
             for task in np.unique(of).tolist()
         ]
         inputs, labels = zip(*batches, strict=True)
@@ -211,7 +211,7 @@ class TaskSequence(BaseDataModule):
                 f"`labels: class` goes with `kind: split`: in {kind!r} all tasks have the same "
                 "classes; choose `task` or `domain`."
             )
-        self._by_task: list[dict[str, Part]] = []
+        self._by_task: list[dict[str, Split]] = []
         self._seed: int | None = None  # of the order of samples; a resumed run keeps it
         self._loaders: dict[str, TaskLoader] = {}
 
@@ -316,7 +316,7 @@ class TaskSequence(BaseDataModule):
             )
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         parts = self.data.split(tables)
         self._by_task = [
             {name: self._of_task(part, task) for name, part in parts.items()}
@@ -330,7 +330,7 @@ class TaskSequence(BaseDataModule):
                     )
         return self._by_task[0]
 
-    def _of_task(self, part: Part, task: int) -> Part:
+    def _of_task(self, part: Split, task: int) -> Split:
         """Return the samples of a task."""
         if self.kind != "split":
             return replace(part, change=self._change(task))
@@ -350,7 +350,7 @@ class TaskSequence(BaseDataModule):
         return drifted(self.drift, severity, self.task_seed) if severity else None
 
     @override
-    def check_parts(self, parts: Mapping[str, Part]) -> None:
+    def check_parts(self, parts: Mapping[str, Split]) -> None:
         """Classes may be missing in a task."""
 
     @override
@@ -381,7 +381,7 @@ class TaskSequence(BaseDataModule):
         return self._by_task[self.current_task][name] if train else self.part(name)
 
     @override
-    def part_to_predict(self) -> Part:
+    def part_to_predict(self) -> Split:
         if self.kind != "split":
             return self._by_task[0]["test"]
         every = TaskParts([of_task["test"] for of_task in self._by_task])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from ._files import Download, Save, Tables, list_files, read_chunks
-from ._splits import CropFlip, Normalize, PaddingMode, Part, split_images
+from ._splits import CropFlip, Normalize, PaddingMode, Split, split_images
 from .base import BaseDataModule, check_choice
 
 _SIZE = 64
@@ -78,7 +78,7 @@ class TinyImageNetDataModule(BaseDataModule):
     @property
     @override
     def class_names(self) -> tuple[str, ...]:
-        return tuple(self.facts["class_names"])
+        return tuple(self.metadata["class_names"])
 
     @override
     def sources(self) -> Sequence[Path | str]:
@@ -119,10 +119,10 @@ class TinyImageNetDataModule(BaseDataModule):
         words = self.folder / "words.txt"
         lines = words.read_text(errors="replace").splitlines() if words.exists() else []
         meaning = dict(line.split("\t", 1) for line in lines if "\t" in line)
-        save.facts(class_names=[meaning.get(wnid, wnid) for wnid in wnids])
+        save.metadata(class_names=[meaning.get(wnid, wnid) for wnid in wnids])
 
     @override
-    def split(self, tables: Tables) -> dict[str, Part]:
+    def split(self, tables: Tables) -> dict[str, Split]:
         normalize = Normalize(*_STATISTICS[self.statistics])
         shift = _SHIFTS[self.augment]
         augmentation = None if shift is None else CropFlip(shift, padding_mode=self.padding_mode)

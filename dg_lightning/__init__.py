@@ -44,7 +44,7 @@ __version__ = "0.2.0"
 
 # Imported on first use: the command line answers simple questions without torch, which takes
 # seconds to import.
-_HOMES = {
+_EXPORTS = {
     "CapturedSteps": "training",
     "DynamicGate": "gates",
     "GatedClassifier": "training",
@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     return value

@@ -15,12 +15,12 @@ from typing_extensions import override
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to the target, which replaces the target on success.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "a.txt")
-    >>> with replacing(target) as unfinished:
+    >>> with atomic_write(target) as unfinished:
     ...     _ = unfinished.write_text("new")
     >>> target.read_text()
     'new'
@@ -39,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    with replacing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
@@ -81,7 +81,7 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
 def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
     """Write a table atomically; see `csv_cell`."""
     with (
-        replacing(path) as unfinished,
+        atomic_write(path) as unfinished,
         unfinished.open("w", newline="", encoding="utf-8") as file,
     ):
         csv.writer(file).writerows(map(csv_cell, row) for row in rows)
@@ -118,7 +118,7 @@ def from_csv_cell(text: str) -> str:
     return text[1:] if text.startswith("'") and csv_cell(text[1:]) == text else text
 
 
-class WholeFileCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint next to its target and renames it, so that a full disk loses nothing.
 
     Lightning writes to the temporary folder and copies from there, which truncates the last good
@@ -128,7 +128,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         read: Checkpoints that have been read and checked, by path: they are not read again.
 
     >>> import lightning.pytorch as pl
-    >>> trainer = pl.Trainer(plugins=[WholeFileCheckpointIO()], accelerator="cpu", logger=False)
+    >>> trainer = pl.Trainer(plugins=[AtomicCheckpointIO()], accelerator="cpu", logger=False)
     """
 
     def __init__(self, read: Mapping[str, dict[str, Any]] | None = None) -> None:
@@ -149,5 +149,5 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):  # not a local file
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with replacing(Path(path)) as unfinished:
+        with atomic_write(Path(path)) as unfinished:
             super().save_checkpoint(checkpoint, unfinished, storage_options)

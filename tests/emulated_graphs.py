@@ -81,11 +81,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", recording)
     for name in ("Stream", "current_stream", "set_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    real = captured.why_not
+    real = captured.capture_blocker
 
     def why_not(module: Any, trainer: Any) -> str | None:
         known = {n: getattr(trainer, n) for n in ("optimizers", "callbacks", "precision_plugin")}
         single = SingleDeviceStrategy(device=torch.device("cuda:0"))
         return real(module, SimpleNamespace(strategy=single, **known))
 
-    monkeypatch.setattr(captured, "why_not", why_not)
+    monkeypatch.setattr(captured, "capture_blocker", why_not)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import DynamicGate, GatedLinear, gate_layers
-from dg_lightning.budget.penalty import MacsPrices, mean_rates, usage_term
+from dg_lightning.budget.penalty import MacsCost, mean_rates, usage_term
 from dg_lightning.callbacks import GatePenalty
 from dg_lightning.compute.macs import linear_maps
 from dg_lightning.gates import Policy
@@ -90,7 +90,7 @@ def term_of(model: nn.Module, settings: dict[str, Any]) -> Tensor:
         targets=torch.tensor(list(target.values()) if isinstance(target, dict) else [target] * 2),
         power=settings.get("power", 2),
         layer_weights=torch.tensor([1.0, weights["*1*"]]),
-        prices=MacsPrices(list(gates.values()), linear_maps(model)),
+        prices=MacsCost(list(gates.values()), linear_maps(model)),
     )
 
 

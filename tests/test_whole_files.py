@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dg_lightning.files import replacing, write_text
+from dg_lightning.files import atomic_write, write_text
 
 # No file of this process may become larger than so many bytes: as on a full disk, writing fails.
 LIMITED = """
@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_nothing_else(tmp_path: Path) -> None:
     write_text(target, "old")
 
     def interrupted() -> None:
-        with replacing(target) as unfinished:
+        with atomic_write(target) as unfinished:
             unfinished.write_text("half")
             assert target.read_text() == "old"
             raise KeyboardInterrupt

@@ -2,15 +2,15 @@
 
 from .budget import GateBudget, Measure, check_budget, gate_budgets, usage_by_budget
 from .penalty import (
-    MacsPrices,
+    MacsCost,
     Usage,
+    gates_without_macs,
     mean_rate,
     mean_rates,
     penalty,
     scale_gradient,
     unit_costs_by_connections,
     usage_term,
-    without_a_price,
 )
 from .regulator import FrozenGates, Landing, Multiplier, Regulator, Timetable
 
@@ -18,7 +18,7 @@ __all__ = [
     "FrozenGates",
     "GateBudget",
     "Landing",
-    "MacsPrices",
+    "MacsCost",
     "Measure",
     "Multiplier",
     "Regulator",
@@ -26,6 +26,7 @@ __all__ = [
     "Usage",
     "check_budget",
     "gate_budgets",
+    "gates_without_macs",
     "mean_rate",
     "mean_rates",
     "penalty",
@@ -33,5 +34,4 @@ __all__ = [
     "unit_costs_by_connections",
     "usage_by_budget",
     "usage_term",
-    "without_a_price",
 ]

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.budget.penalty import MacsPrices, without_a_price
+from dg_lightning.budget.penalty import MacsCost, gates_without_macs
 from dg_lightning.compute.macs import (
     LinearMap,
     decision_macs,
@@ -69,7 +69,7 @@ class GateBudget:
         self.macs_dense = sum(m.macs_dense for m in maps)
         units = torch.tensor([float(gate.units) for gate in gates.values()])
         self.unit_shares = units / units.sum()
-        self.prices = MacsPrices(list(gates.values()), maps) if measure == "macs" else None
+        self.prices = MacsCost(list(gates.values()), maps) if measure == "macs" else None
 
     @torch.no_grad()
     def used(self, shift: float = 0.0) -> Tensor:
@@ -96,7 +96,7 @@ class GateBudget:
         own = [m.output_gate for m in self.maps]
         return [g for g in self.all_gates if g in self.gates.values() or g in own]
 
-    def least(self) -> float:
+    def min_share(self) -> float:
         """Return the share that is used with every gate at its floor: the lowest budget."""
         if self.measure == "open_rate":
             floors = sum(floor_of(gate) * gate.block_size for gate in self.gates.values())
@@ -110,7 +110,7 @@ class GateBudget:
     def closes_all(self, used: float) -> bool:
         """Return True if a share is used with every gate closed."""
         has_floor = any(floor_of(gate) for gate in self.gates.values())
-        return not has_floor and used <= self.least() + 1e-6  # rounding
+        return not has_floor and used <= self.min_share() + 1e-6  # rounding
 
     def least_decisions(self) -> float:
         """Return the share of the decisions alone, with every gate at its floor."""
@@ -127,7 +127,7 @@ class GateBudget:
         return next(iter(self.gates.values())).threshold.device
 
     @property
-    def grain(self) -> float:
+    def resolution(self) -> float:
         """The share of the dearest block: a static net cannot meet its budget more exactly."""
         total = self.macs_dense
         if self.measure == "open_rate":
@@ -140,13 +140,13 @@ class GateBudget:
         gates = self.all_gates if self.measure == "macs" else self.gates.values()
         return any(gate.input_dependent for gate in gates)
 
-    def refuse_if_impossible(self, name: str) -> None:
+    def check_feasible(self, name: str) -> None:
         """Raise if gates at their floors use more than the budget."""
-        if (least := self.least()) > self.budget:
+        if (min_share := self.min_share()) > self.budget:
             deciding = self.least_decisions() if self.measure == "macs" else 0.0
             raise ValueError(
                 f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
-                f"with every gate at its floor {least:.4g} is used, {deciding:.4g} of it by "
+                f"with every gate at its floor {min_share:.4g} is used, {deciding:.4g} of it by "
                 "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
             )
 
@@ -269,7 +269,7 @@ def gate_budgets(
                 f"The gates {', '.join(gates)} have no parameter to train, and cannot be brought "
                 "to a budget: let them require gradients."
             )
-        if measure == "macs" and (unknown := without_a_price(gates, maps)):
+        if measure == "macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
                 f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
                 "declare it in `feeds` of the gate, or set `measure='open_rate'`."

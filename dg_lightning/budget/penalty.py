@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from dg_lightning.compute.macs import LinearMap, positions
+from dg_lightning.compute.macs import LinearMap, calls_per_sample
 from dg_lightning.gates.protocol import GateLike, connection_mask
 
 Usage: TypeAlias = Literal["linear", "expected_macs", "target", "hinge_below", "hinge_above"]
@@ -25,7 +25,7 @@ def penalty(
     power: int = 2,
     layer_weights: Tensor | None = None,
     unit_shares: Mapping[str, Tensor] | None = None,
-    prices: "MacsPrices | None" = None,
+    prices: "MacsCost | None" = None,
 ) -> Tensor:
     """Return the usage of gates in their last forward pass, to be added to a loss.
 
@@ -89,14 +89,14 @@ def usage_term(
     targets: Tensor | None = None,
     power: int = 2,
     layer_weights: Tensor | None = None,
-    prices: "MacsPrices | None" = None,
+    prices: "MacsCost | None" = None,
 ) -> Tensor:
     """Return the usage of gates with these rates.
 
     Args:
         usage: `linear` is the sum of the rates; `target` of their squared distances to `targets`;
             `hinge_below` and `hinge_above` of what they lack to `targets` or have above them, to
-            the given power; `expected_macs` the share of MACs, see `MacsPrices`.
+            the given power; `expected_macs` the share of MACs, see `MacsCost`.
         rates: A rate for each gate.
         targets: A rate for each gate.
         power: Of the hinges.
@@ -137,7 +137,7 @@ def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
     return values.detach() + factors * (values - values.detach())
 
 
-class MacsPrices:
+class MacsCost:
     """What the linear maps of a module cost, as a function of the rates of its gates.
 
     The sum over linear maps of ``connections * mean p_in * mean p_out``, as a share of the dense
@@ -181,7 +181,7 @@ class MacsPrices:
         return (self._shares * rates[self._outputs] * rates[self._inputs]).sum()
 
 
-def without_a_price(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
+def gates_without_macs(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
     """Name the gates that no linear map depends on, which `expected_macs` cannot penalise."""
     priced = [m.input_gate for m in maps] + [m.output_gate for m in maps if m.skips_rows]
     return [name for name, gate in gates.items() if not any(gate is other for other in priced)]
@@ -194,8 +194,8 @@ def unit_costs_by_connections(gate: GateLike, maps: Sequence[LinearMap]) -> list
     for linear_map in maps:
         weight, mask = linear_map.linear.weight, connection_mask(linear_map.linear)
         exists = torch.ones_like(weight, device="cpu") if mask is None else mask.float().cpu()
-        entries = linear_map.matrix(exists).sum(-1) * positions(linear_map.linear)
-        ends = linear_map.ends(lambda other: blocks if other is gate else None)
+        entries = linear_map.matrix(exists).sum(-1) * calls_per_sample(linear_map.linear)
+        ends = linear_map.expand_to_units(lambda other: blocks if other is gate else None)
         for end, per_unit in zip(ends, (entries.sum(1), entries.sum(0)), strict=True):
             if end is not None:
                 costs.index_add_(0, end, per_unit)

@@ -90,7 +90,7 @@ Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
 class Timetable(NamedTuple):
     """When a budget is pressed for and landed on, in optimizer steps."""
 
-    pressed: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
+    progress_at: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
     begin: int
     landing: int
     landed: int
@@ -101,7 +101,7 @@ class Timetable(NamedTuple):
         cls, clock: Clock, begin: Duration, until: Duration, landing: Duration, every: int | None
     ) -> "Timetable":
         """Resolve durations; `every` is the interval, None for 1/200 of the training run."""
-        pressed = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
+        progress_at = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
         first, freeze = clock.steps(begin, "begin"), clock.steps(landing, "landing")
         interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
         landed = freeze + _LANDING * interval
@@ -110,7 +110,7 @@ class Timetable(NamedTuple):
             # is of before the optimizer's step.
             freeze = min(freeze, max(clock.total_steps - 2, 0))
             landed = min(landed, clock.total_steps - 1)
-        return cls(pressed, first, freeze, landed, interval)
+        return cls(progress_at, first, freeze, landed, interval)
 
     def landing_progress(self, step: int) -> float:
         """Return how much of the landing has passed, from 0 to 1 and beyond."""
@@ -198,13 +198,15 @@ class Landing:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        kept = {"landed": self.landed, "looks": self.measurements, "used": self.used}
+        kept = {"landed": self.landed, "measurements": self.measurements, "used": self.used}
         return kept if self.start is None else {**kept, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self.landed, self.used = state["landed"], state["used"]
-        self.measurements, self.start = state["looks"], state.get("start")
+        self.start = state.get("start")
+        known = "measurements" in state
+        self.measurements = state["measurements" if known else "looks"]  # the name in 0.2
 
 
 _MISSED = 0.05  # of the budget
@@ -271,8 +273,8 @@ class Regulator:
         if self.start is not None:
             return
         self.start = max(float(self.measure(mean)), self.budget.budget)
-        least = self.budget.least()
-        self.savings = self.start - least if self.start > least else 1.0
+        min_share = self.budget.min_share()
+        self.savings = self.start - min_share if self.start > min_share else 1.0
 
     def penalty(self, usage: Tensor) -> Tensor:
         """Return the penalty on a usage."""
@@ -347,7 +349,7 @@ class Regulator:
             rank_zero_warn(f"BudgetController: {self._words(share, 'validation')} {cause}")
 
     def _misses(self, share: float) -> bool:
-        tolerance = max(_MISSED * self.budget.budget, self.budget.grain)
+        tolerance = max(_MISSED * self.budget.budget, self.budget.resolution)
         return abs(share - self.budget.budget) > tolerance
 
     def report(self, rehearsal: bool) -> None:

@@ -16,7 +16,7 @@ from dg_lightning.quiet import quietly
 from dg_lightning.training.step_logging import loader_generators
 
 from .findings import Report, add_cost, add_findings, add_pickling, check_ranks, compare_resumed
-from .probe import Copies, Observed, hasten, run_steps
+from .probe import Copies, ProbeResult, run_steps, shorten_schedules
 
 
 def check(
@@ -48,7 +48,7 @@ def check(
     >>> check(model, DigitsDataModule(), [GatePenalty(0.1)], max_epochs=2).ok
     True
     """
-    report, seen = Report(), Observed()
+    report, seen = Report(), ProbeResult()
     with ExitStack() as stack:
         _leave_no_traces(stack, datamodule)
         saved = Path(stack.enter_context(tempfile.TemporaryDirectory()), "check.ckpt")
@@ -57,7 +57,7 @@ def check(
         except Exception as error:  # of somebody's class
             report.add("ERROR", "copies", f"Model and callbacks cannot be copied: {_line(error)}.")
             return report
-        hasten(copies.callbacks)
+        shorten_schedules(copies.callbacks)
         try:
             run_steps(copies, datamodule, trainer, seen, saved)
         except Exception as error:  # whatever it is, it would have stopped the training

@@ -25,7 +25,16 @@ from dg_lightning.compute import gate_submodules
 from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.schedules import Clock, Duration, Schedule
 
-from .probe import Copies, Observed, hasten, is_ours, own_settings, run_steps, taking_part, targets
+from .probe import (
+    Copies,
+    ProbeResult,
+    is_ours,
+    own_settings,
+    run_steps,
+    shorten_schedules,
+    targets,
+    without_io_callbacks,
+)
 
 Status: TypeAlias = Literal["OK", "warning", "ERROR"]
 
@@ -139,7 +148,7 @@ def check_ranks(
     with tempfile.TemporaryDirectory() as folder, _stdout_is_stderr():
         path = Path(folder, "ranks.json")
         own, copies = own_settings(arguments, folder), Copies(model, callbacks)
-        hasten(copies.callbacks)
+        shorten_schedules(copies.callbacks)
         try:
             trainer = pl.Trainer(
                 **{**own, "accelerator": "cpu"},
@@ -204,7 +213,7 @@ def compare_resumed(
     """Resume from a checkpoint, and compare all that it starts from with what was saved."""
     saved = torch.load(path, map_location="cpu", weights_only=False)
     resumed, copies = Resumed(), Copies(model, callbacks)
-    hasten(copies.callbacks)
+    shorten_schedules(copies.callbacks)
     what = "checkpoint"
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         trainer = pl.Trainer(
@@ -251,7 +260,7 @@ _MOST_NAMES = 6
 _DURATIONS = ("begin", "until", "landing", "join", "revive_after", "revive_until")
 
 
-def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Observed) -> None:
+def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: ProbeResult) -> None:
     """Add all that one training has shown."""
     ours = copies.callbacks
     if seen.batches == 0:
@@ -268,7 +277,7 @@ def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Obs
     _ledger(report, seen)
 
 
-def _steps(report: Report, given: Sequence[Any], seen: Observed) -> None:
+def _steps(report: Report, given: Sequence[Any], seen: ProbeResult) -> None:
     """Compare steps that Lightning counts with those that happen, and with those assumed."""
     made = f"{seen.steps} optimizer steps in {seen.batches} batches"
     if seen.optimizer_steps > seen.steps:
@@ -298,7 +307,7 @@ def _steps(report: Report, given: Sequence[Any], seen: Observed) -> None:
     report.add("OK", "steps", f"{made}; {end}.")
 
 
-def _gates(report: Report, ours: Sequence[Any], seen: Observed) -> None:
+def _gates(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
     if not seen.gates:
         report.add(
             "OK" if not any(map(is_ours, ours)) else "warning",
@@ -333,9 +342,11 @@ def _gates(report: Report, ours: Sequence[Any], seen: Observed) -> None:
         )
 
 
-def _callbacks(report: Report, given: Sequence[Any], ours: Sequence[Any], seen: Observed) -> None:
+def _callbacks(
+    report: Report, given: Sequence[Any], ours: Sequence[Any], seen: ProbeResult
+) -> None:
     """Say what each of our callbacks acts on, and when."""
-    for callback, copied in zip(taking_part(given), ours, strict=True):
+    for callback, copied in zip(without_io_callbacks(given), ours, strict=True):
         if not is_ours(callback):
             continue
         name, found = type(callback).__name__, targets(copied)
@@ -402,7 +413,7 @@ def _presses(callback: Any) -> bool:
     return hasattr(callback, "term") and getattr(callback, "method", None) != "shift"
 
 
-def _penalty(report: Report, ours: Sequence[Any], seen: Observed) -> None:
+def _penalty(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
     if seen.backward_passes == 0:
         report.add(
             "ERROR",
@@ -432,7 +443,7 @@ def _penalty(report: Report, ours: Sequence[Any], seen: Observed) -> None:
     report.add("OK", "penalty", f"Norm of its gradient, beside the loss's: {_names(sizes)}.")
 
 
-def _zeros(report: Report, seen: Observed) -> None:
+def _zeros(report: Report, seen: ProbeResult) -> None:
     if seen.not_zero:
         layers = _names([f"{name} (step {step})" for name, step in seen.not_zero.items()])
         report.add(
@@ -445,7 +456,7 @@ def _zeros(report: Report, seen: Observed) -> None:
         report.add("OK", "missing weights", f"Exactly 0 after each of {count} steps.")
 
 
-def _ledger(report: Report, seen: Observed) -> None:
+def _ledger(report: Report, seen: ProbeResult) -> None:
     counted = seen.whole_net
     if counted is None:
         report.add(
@@ -479,7 +490,7 @@ def add_cost(report: Report, model: Any, data: Any, callbacks: Sequence[Any], tr
     """Compare the time of a batch with that of one without our callbacks."""
     times = []
     for without_ours in (False, True):
-        seen = Observed()
+        seen = ProbeResult()
         try:
             run_steps(Copies(model, callbacks, without_ours), data, trainer, seen)
         except Exception as error:  # as of callbacks that monitor our keys

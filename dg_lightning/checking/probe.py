@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from dg_lightning.callbacks import SET, BudgetController, GatePenalty, MagnitudePruning, RigL
-from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates import gate_layers, shared_state
 from dg_lightning.schedules import Clock, Schedule
 
@@ -53,12 +53,12 @@ def targets(callback: Any) -> dict[str, Any]:
     return dict(vars(callback).get("_gates") or vars(callback).get("_routers") or {})
 
 
-def taking_part(callbacks: Sequence[Any]) -> list[Any]:
+def without_io_callbacks(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks that neither save checkpoints, nor print, nor search for settings."""
     return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
 
 
-def hasten(callbacks: Sequence[Any]) -> None:
+def shorten_schedules(callbacks: Sequence[Any]) -> None:
     """Let callbacks act within the first steps."""
     for callback in callbacks:
         if isinstance(callback, GatePenalty):
@@ -84,7 +84,7 @@ class Copies:
     def __init__(
         self, model: pl.LightningModule, callbacks: Sequence[Any], without_ours: bool = False
     ) -> None:
-        some = [c for c in taking_part(callbacks) if not (without_ours and is_ours(c))]
+        some = [c for c in without_io_callbacks(callbacks) if not (without_ours and is_ours(c))]
         self.model, self.callbacks = copy.deepcopy((model, some))
 
 
@@ -107,7 +107,7 @@ _FEWEST_BATCHES, _MOST_BATCHES, _STEPS = 8, 40, 4
 
 
 @dataclass
-class Observed:
+class ProbeResult:
     """What a few steps have shown."""
 
     batches: int = 0
@@ -133,13 +133,13 @@ class Observed:
         return median(self.seconds[2:] or self.seconds or [math.nan])
 
 
-class Before(pl.Callback):
+class FirstProbe(pl.Callback):
     """Comes before all other callbacks."""
 
-    def __init__(self, seen: Observed) -> None:
+    def __init__(self, seen: ProbeResult) -> None:
         self.seen = seen
         self.loss_gradients: list[Tensor | None] = []
-        self._count: CountWholeNet | None = None
+        self._count: FlopRecorder | None = None
         self._samples = 0
 
     @override
@@ -151,7 +151,7 @@ class Before(pl.Callback):
                 self._samples = extract_batch_size(batch)
             except MisconfigurationException:  # a batch of somebody's own class
                 return
-            self._count = CountWholeNet(pl_module)
+            self._count = FlopRecorder(pl_module)
             self._count.__enter__()
 
     def stop_counting(self) -> None:
@@ -178,13 +178,13 @@ class Before(pl.Callback):
         self.stop_counting()
 
 
-def gate_parameters(seen: Observed) -> list[tuple[str, nn.Parameter]]:
+def gate_parameters(seen: ProbeResult) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of gates, with the name of their gate."""
     gates = [(n, gate) for n, gate in seen.gates.items() if isinstance(gate, nn.Module)]
     return [(name, p) for name, gate in gates for p in gate.parameters() if p.requires_grad]
 
 
-def gradients_of(loss: Tensor, seen: Observed) -> list[Tensor | None]:
+def gradients_of(loss: Tensor, seen: ProbeResult) -> list[Tensor | None]:
     """Return the gradients of a loss at the parameters of gates, in the first batch."""
     parameters = [parameter for _, parameter in gate_parameters(seen)]
     if not parameters or seen.batches or seen.no_gradients or loss.grad_fn is None:
@@ -197,10 +197,10 @@ def gradients_of(loss: Tensor, seen: Observed) -> list[Tensor | None]:
     return list(found)
 
 
-class Behind(pl.Callback):
+class LastProbe(pl.Callback):
     """Comes behind all other callbacks."""
 
-    def __init__(self, seen: Observed, before: Before) -> None:
+    def __init__(self, seen: ProbeResult, before: FirstProbe) -> None:
         self.seen = seen
         self.before = before
         self._sparse: list[Any] = []
@@ -300,7 +300,7 @@ def run_steps(
     copies: Copies,
     data: Any,
     arguments: dict[str, Any],
-    seen: Observed,
+    seen: ProbeResult,
     save: Path | None = None,
 ) -> None:
     """Make a few steps; files go to a folder that is removed.
@@ -312,11 +312,11 @@ def run_steps(
         seen: What is observed.
         save: Where a checkpoint of the end is saved.
     """
-    before = Before(seen)
+    before = FirstProbe(seen)
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):
         trainer = pl.Trainer(
             **own_settings(arguments, folder),
-            callbacks=[before, *copies.callbacks, Behind(seen, before)],
+            callbacks=[before, *copies.callbacks, LastProbe(seen, before)],
             devices=1,
         )
         trainer.fit(copies.model, data)

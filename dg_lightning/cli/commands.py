@@ -22,10 +22,10 @@ from dg_lightning.cli.errors import (
 from dg_lightning.cli.program import run_command
 from dg_lightning.cli.runs import add_run_options, expand_run, selected_checkpoint
 from dg_lightning.cli.start import COMMANDS
+from dg_lightning.cli_error import cli_error
 from dg_lightning.configs import resolve_config_paths
 from dg_lightning.files import write_text
 from dg_lightning.quiet import quietly
-from dg_lightning.refusal import refusal
 
 T = TypeVar("T")
 
@@ -58,12 +58,12 @@ def run_report(args: list[str]) -> None:
 def _save_workspace(name: str, output: str | None) -> None:
     entity, _, project = name.partition("/")
     if not entity or not project:
-        raise refusal(f"`wandb` must be entity/project, got {name!r}.")
+        raise cli_error(f"`wandb` must be entity/project, got {name!r}.")
     try:
         import wandb
         import wandb_workspaces  # noqa: F401
     except ModuleNotFoundError as error:
-        raise refusal(
+        raise cli_error(
             "`report --wandb` needs W&B: pip install wandb wandb-workspaces.", error
         ) from error
     from dg_lightning.monitoring.workspace import gate_workspace, reachable_server, specification
@@ -109,7 +109,7 @@ def _require_optuna(command: str) -> None:
     try:
         import optuna  # noqa: F401
     except ModuleNotFoundError as error:
-        raise refusal(f"`{command}` needs Optuna: pip install optuna.", error) from error
+        raise cli_error(f"`{command}` needs Optuna: pip install optuna.", error) from error
 
 
 def _read_settings(command: str, kind: type[T], args: list[str]) -> T:
@@ -162,10 +162,10 @@ def run(given: list[str]) -> None:
         if is_user_error(error):
             is_full = getattr(error, "errno", None) in (ENOSPC, EFBIG)
             remedy = ": free some space, nothing old is lost." * is_full
-            raise refusal(f"{one_line(str(error))}{remedy}", error) from error
+            raise cli_error(f"{one_line(str(error))}{remedy}", error) from error
         if involves_user_code(error):  # its author needs the traceback
             raise
-        raise refusal(describe_unexpected(error), error, status=1) from error
+        raise cli_error(describe_unexpected(error), error, status=1) from error
     if dist.is_available() and dist.is_initialized():
         # Lightning leaves this to process exit, where gloo may abort the remaining ranks.
         dist.barrier()

@@ -15,9 +15,9 @@ from dg_lightning.cli.runs import (
     load_model,
     selected_checkpoint,
 )
-from dg_lightning.files import replacing, write_text
+from dg_lightning.cli_error import cli_error
+from dg_lightning.files import atomic_write, write_text
 from dg_lightning.gates import GateSettings
-from dg_lightning.refusal import refusal
 from dg_lightning.study.tables import markdown_table
 from dg_lightning.surgery import Converted, convert
 from dg_lightning.training.checkpoint import read_checkpoint
@@ -49,10 +49,10 @@ def run_convert(args: list[str]) -> None:
     path = selected_checkpoint(given)
     budgets = given.budget if isinstance(given.budget, list) else [given.budget]
     if not budgets or not all(0 < budget < 1 for budget in budgets):
-        raise refusal(f"`budget` must be above 0 and below 1, got {given.budget}.")
+        raise cli_error(f"`budget` must be above 0 and below 1, got {given.budget}.")
     output = Path(given.output)
     if output.exists() and not output.is_dir():
-        raise refusal(f"`output` must be a folder, and {given.output!r} is a file: name another.")
+        raise cli_error(f"`output` must be a folder, and {given.output!r} is a file: name another.")
     done: list[Converted] = []
     for budget in budgets:
         pl.seed_everything(given.seed, verbose=False)
@@ -97,7 +97,7 @@ def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> 
     gates = {"module": "", "settings": settings, "found": converted.found.state()}
     checkpoint |= {"callbacks": {}, "add_gates": gates}
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as unfinished:
+    with atomic_write(file) as unfinished:
         torch.save(checkpoint, unfinished)
 
 

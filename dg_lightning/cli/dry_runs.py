@@ -10,7 +10,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.checking import check
-from dg_lightning.files import replacing
+from dg_lightning.files import atomic_write
 from dg_lightning.schedules.schedule import Clock, Curve, collect_plan, find_risks
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
                 epochs.set_xticks([n * per_epoch for n in numbers], map(str, numbers))
                 epochs.set_xlabel("epoch", fontsize=8)
     axes[-1].set_xlabel("optimizer step")
-    with replacing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         figure.savefig(unfinished, dpi=120, format=path.suffix.removeprefix("."))
 
 

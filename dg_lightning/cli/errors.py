@@ -15,7 +15,7 @@ from typing_extensions import override
 
 import dg_lightning
 from dg_lightning import callbacks, datamodules
-from dg_lightning.refusal import refusal
+from dg_lightning.cli_error import cli_error
 
 # Packages that raise errors of these types with a message for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
@@ -53,7 +53,7 @@ class OneLineErrorParser(LightningArgumentParser):
             known = self.get_defaults(skip_validation=True).keys()
             near = get_close_matches(unknown[2], known, n=1)
             message += f"; did you mean {unknown[1]}{near[0]}?" if near else ""
-        raise refusal(one_line(message), ex)
+        raise cli_error(one_line(message), ex)
 
 
 def is_user_error(error: Exception) -> bool:

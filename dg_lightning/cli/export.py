@@ -27,7 +27,7 @@ from dg_lightning.cli.runs import (
     load_net,
     selected_checkpoint,
 )
-from dg_lightning.refusal import refusal
+from dg_lightning.cli_error import cli_error
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.lowering import (
     FREEZE_USAGE,
@@ -92,9 +92,9 @@ def run_export(args: list[str]) -> None:
     given.ckpt_path = selected_checkpoint(given)
     _require_packages(given.format)
     if not 0 <= given.min_usage < 1:
-        raise refusal(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
+        raise cli_error(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
     if not 0 <= given.max_loss <= 1:
-        raise refusal(f"`max_loss` must be from 0 to 1, got {given.max_loss}.")
+        raise cli_error(f"`max_loss` must be from 0 to 1, got {given.max_loss}.")
     net = load_net(given.ckpt_path)
     sizes = check_batch_sizes(given.batch_sizes)
     asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
@@ -109,7 +109,7 @@ def run_export(args: list[str]) -> None:
     if data is not None and is_dynamic and has_part(data, "validate"):
         held_out = partial(batches, data, "validate")
     elif wanted is not None:
-        raise refusal(f"`{wanted}` needs a validation part, and the run's data has none.")
+        raise cli_error(f"`{wanted}` needs a validation part, and the run's data has none.")
     reference, compacted = _compact_net(net, given, sizes, held_out)
     shape = input_shape(given.ckpt_path)
     x = check_inputs(compacted, reference).unflatten(1, shape)
@@ -203,6 +203,6 @@ def _print_results(
 def _require_packages(format: str) -> None:
     missing = [name for name in _NEEDS[format] if importlib.util.find_spec(name) is None]
     if missing:
-        raise refusal(
+        raise cli_error(
             f"The format {format} needs {', '.join(missing)}: pip install {' '.join(missing)}."
         )

@@ -16,8 +16,8 @@ from torch import Tensor
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser
 from dg_lightning.cli.runs import add_run_options, batches, load_data, load_net, selected_checkpoint
-from dg_lightning.files import replacing, write_csv
-from dg_lightning.refusal import refusal
+from dg_lightning.cli_error import cli_error
+from dg_lightning.files import atomic_write, write_csv
 from dg_lightning.runtime.lowering import scores
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
@@ -45,7 +45,7 @@ def run_features(args: list[str]) -> None:
     preparation = preparation_in(read_checkpoint(path)) or {}
     is_table = preparation.get("kind") == "table"
     if not is_table and not {"input_genes", "class_names", "std"} <= preparation.keys():
-        raise refusal(f"{path} was trained on no table and on no cells: give a run of one.")
+        raise cli_error(f"{path} was trained on no table and on no cells: give a run of one.")
     net = load_net(str(path))
     data: Any = load_data(str(path), given.data_root, needed_by="features")
     name = "features.csv" if is_table else "genes.csv"
@@ -202,6 +202,6 @@ def _draw(rows: Sequence[tuple[Any, ...]], measure: str, path: Path) -> str:
     axes.set_yticks(range(len(shown)), labels)
     axes.set_xlabel(f"points of {measure} lost if the column is shuffled")
     axes.spines[["top", "right"]].set_visible(False)
-    with replacing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=150)
     return f" and {path.name}"

@@ -38,9 +38,9 @@ from dg_lightning.cli.runs import (
     with_csv_logger_first,
     with_free_version,
 )
+from dg_lightning.cli_error import cli_error
 from dg_lightning.configs import resolve_config_paths
-from dg_lightning.files import WholeFileCheckpointIO
-from dg_lightning.refusal import refusal
+from dg_lightning.files import AtomicCheckpointIO
 from dg_lightning.training.checkpoint import limited_to_weights, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import check_classes, check_trusted, import_class, modules_named
@@ -65,7 +65,7 @@ def expand_callback_options(args: list[str], parser: ArgumentParser) -> list[str
             continue
         name, key, value = match.groups()
         if value is None and not remaining:
-            raise refusal(f"{argument} needs a value.")
+            raise cli_error(f"{argument} needs a value.")
         options.append((name, key, remaining.pop(0) if value is None else value))
     if not options:
         return args
@@ -84,10 +84,12 @@ def _find_callback(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]
         return callbacks[names.index(name)]
     present = ", ".join(names) or "none"
     if name in names:
-        raise refusal(f"There are {names.count(name)} callbacks {name} ({present}): use a config.")
+        raise cli_error(
+            f"There are {names.count(name)} callbacks {name} ({present}): use a config."
+        )
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"add it with --trainer.callbacks+={name}."
-    raise refusal(f"There is no callback {name} ({present}): {hint}")
+    raise cli_error(f"There is no callback {name} ({present}): {hint}")
 
 
 def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
@@ -97,12 +99,12 @@ def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
     target = callback.setdefault("init_args", {})
     *path, last = key.split(".")
     if (name := (*path, last)[0]) not in known:
-        raise refusal(f"{cls.__name__} has no argument {name!r}; it has {', '.join(known)}.")
+        raise cli_error(f"{cls.__name__} has no argument {name!r}; it has {', '.join(known)}.")
     try:
         is_text = not path and known[last].annotation in (str, str | None)
         value = text if is_text and text != "null" else yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise refusal(f"{key} of {cls.__name__} must be a YAML value, got {text!r}.") from error
+        raise cli_error(f"{key} of {cls.__name__} must be a YAML value, got {text!r}.") from error
     for part in path:
         if not isinstance(target.get(part), dict):
             target[part] = {}
@@ -278,7 +280,7 @@ class GateCLI(LightningCLI):
         """Use the model of a checkpoint, and report differences from the config."""
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
-            raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+            raise cli_error(f"{path!r} is no checkpoint of this program: give another one.")
         import_class(class_path, GatedModule)
         self._saved_hparams = saved
         if differences := _differences(configured, saved):
@@ -349,7 +351,7 @@ class GateCLI(LightningCLI):
         if isinstance(trainer, CheckingTrainer):
             trainer.arguments = dict(self.config_init[self.config.subcommand].trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeFileCheckpointIO(self._read)
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO(self._read)
         return trainer
 
     def after_fit(self) -> None:
@@ -357,7 +359,7 @@ class GateCLI(LightningCLI):
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print_summary(self.trainer)
         if reason := find_non_finite(self.trainer):
-            raise refusal(f"The training has failed: {reason}.", status=1)
+            raise cli_error(f"The training has failed: {reason}.", status=1)
 
 
 def _is_gated_module(settings: Namespace) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import one_line
+from dg_lightning.cli_error import cli_error
 from dg_lightning.configs import config_name, config_path
 from dg_lightning.files import locked
 from dg_lightning.monitoring import run_folder
-from dg_lightning.refusal import refusal
 from dg_lightning.training.checkpoint import opened, preparation_in, read_checkpoint
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_size, check_trusted, import_class
@@ -104,7 +104,7 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
     found = [p for p, own in recorded.items() if own == wanted]
     found = found or [p for p, own in recorded.items() if own is None or own[:1] == wanted[:1]]
     if not found:
-        raise refusal(
+        raise cli_error(
             f"There is no checkpoint under {' or '.join(map(str, folders))}: "
             "run `dg-lightning fit` first, or name one with --ckpt_path."
         )
@@ -130,7 +130,7 @@ def read_config(config: Path) -> Any:
         return yaml.safe_load(config.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise refusal(f"{config} is not plain YAML ({reason}): fix it.") from error
+        raise cli_error(f"{config} is not plain YAML ({reason}): fix it.") from error
 
 
 def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
@@ -146,7 +146,7 @@ def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
     try:
         json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:
-        raise refusal(f"`data` in {config} must hold plain values ({error}): fix it.") from error
+        raise cli_error(f"`data` in {config} must hold plain values ({error}): fix it.") from error
     return (data, config) if isinstance(data, dict) and "class_path" in data else None
 
 
@@ -184,7 +184,7 @@ def selected_checkpoint(given: Any) -> str:
     """Return the path of the selected checkpoint; one behind a URL is downloaded once."""
     chosen = [given.run, given.config, given.ckpt_path]
     if sum(value is not None for value in chosen) != 1:
-        raise refusal(
+        raise cli_error(
             "Name one run: its folder, or --config for the newest run of a config, or --ckpt_path."
         )
     if given.config is not None:
@@ -201,7 +201,7 @@ def checkpoint_in(run: str) -> str:
         return run
     found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise refusal(f"There is no checkpoint in {run!r}: give the folder of a run.")
+        raise cli_error(f"There is no checkpoint in {run!r}: give the folder of a run.")
     return str(found[-1])
 
 
@@ -214,7 +214,7 @@ def expand_run(args: Sequence[str]) -> list[str]:
     checkpoint = checkpoint_in(run)
     config = config_of(checkpoint)
     if config is None:
-        raise refusal(
+        raise cli_error(
             f"There is no config.yaml near {checkpoint!r}: give --config and --ckpt_path."
         )
     check_trusted(read_config(config), config, also=["lightning.pytorch"])
@@ -292,7 +292,7 @@ BATCH_SIZES = [1, 32, 1024]
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
     """Return the batch sizes, or refuse invalid ones."""
     if not batch_sizes or min(batch_sizes) < 1:
-        raise refusal(f"`batch_sizes` must be numbers of at least 1, got {batch_sizes}.")
+        raise cli_error(f"`batch_sizes` must be numbers of at least 1, got {batch_sizes}.")
     return batch_sizes
 
 
@@ -302,7 +302,7 @@ def load_model(path: str) -> GatedModule:
         saved = read_checkpoint(file, name=path).get("hyper_parameters", {})
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str):
-            raise refusal(f"{path!r} is no checkpoint of this program: give another one.")
+            raise cli_error(f"{path!r} is no checkpoint of this program: give another one.")
         return import_class(class_path, GatedModule).load_from_checkpoint(file, "cpu")
 
 
@@ -311,7 +311,7 @@ def load_net(path: str) -> GatedMLP:
     model = load_model(path)
     net = model.net
     if not isinstance(net, GatedMLP):
-        raise refusal(
+        raise cli_error(
             f"{path!r} holds a {type(net).__name__}: only a GatedMLP can be made compact so far."
         )
     net.eval().requires_grad_(False)
@@ -339,7 +339,7 @@ def load_data(
     found = data_of_run(path)
     if found is None:
         if needed_by is not None:
-            raise refusal(
+            raise cli_error(
                 f"`{needed_by}` needs the run's data, and there is no config.yaml with it near "
                 f"{path!r}: name the checkpoint in the run's own folder."
             )
@@ -359,7 +359,7 @@ def load_data(
     except Exception as error:  # any error: the DataModule may be third-party
         reason = one_line(str(error))
         if needed_by is not None:
-            raise refusal(
+            raise cli_error(
                 f"The run's data cannot be read ({reason}): give --data_root, where it is now."
             ) from error
         print(f"The run's data cannot be read ({reason}).")

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import dg_lightning
+from dg_lightning.cli_error import cli_error
 from dg_lightning.configs import config_path, config_summary, option_values, shipped_configs
-from dg_lightning.refusal import refusal
 
 COMMANDS = {
     "fit": "Train a model.",
@@ -50,7 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:  # a given file cannot be read
-        raise refusal(f"{error}.", error) from error
+        raise cli_error(f"{error}.", error) from error
     except KeyboardInterrupt:  # outside training, where Lightning handles it
         sys.stderr.write("dg-lightning: interrupted.\n")
         raise SystemExit(_INTERRUPTED) from None
@@ -69,7 +69,7 @@ def _answer_without_torch(given: list[str]) -> bool:
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
-        raise refusal(f"There is no command {command!r}; {hint}")
+        raise cli_error(f"There is no command {command!r}; {hint}")
     if "-h" in rest or "--help" in rest:
         return False
     if command == "configs":
@@ -99,12 +99,12 @@ def _usage() -> str:
 def _list_configs(rest: list[str]) -> None:
     """Print the shipped configs, or those whose name begins with the given prefix."""
     if len(rest) > 1:
-        raise refusal(f"`configs` takes one name at most, got {' '.join(rest)}.")
+        raise cli_error(f"`configs` takes one name at most, got {' '.join(rest)}.")
     shipped = shipped_configs()
     found = [name for name in shipped if not rest or name.startswith(rest[0])]
     if not found:
         groups = dict.fromkeys(name.partition("/")[0] for name in shipped)
-        raise refusal(f"No config begins with {rest[0]!r}; there are {', '.join(groups)}.")
+        raise cli_error(f"No config begins with {rest[0]!r}; there are {', '.join(groups)}.")
     width = max(map(len, found))
     for name in found:
         print(f"{name:<{width}}  {config_summary(name)}")
@@ -116,13 +116,13 @@ def _check_files(command: str, rest: list[str]) -> None:
         config_path(name)
     for path in option_values(rest, "--ckpt_path"):
         if path not in ("last", "null") and "://" not in path and not Path(path).exists():
-            raise refusal(
+            raise cli_error(
                 f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
             )
     for path in option_values(rest, "--data.path", "--data.init_args.path"):
         roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
         if path != "null" and not any((root / path).exists() for root in roots):
-            raise refusal(f"There is no file or folder {path!r}: give another with --data.path.")
+            raise cli_error(f"There is no file or folder {path!r}: give another with --data.path.")
     runs = [word for word in rest[:1] if not word.startswith("-")]
     if command in _OF_A_RUN and runs and not Path(runs[0]).exists():
-        raise refusal(f"There is no run {runs[0]!r}: give its folder, or a checkpoint.")
+        raise cli_error(f"There is no run {runs[0]!r}: give its folder, or a checkpoint.")

@@ -44,7 +44,7 @@ class GateState:
         flips: Fraction of units that changed from one optimizer step to the next.
         input_dependent: Whether the gate reads its input.
         begun: Whether anything has begun to close gates.
-        pressed: Fraction of training during which a penalty has acted on the gate.
+        penalty_share: Fraction of training during which a penalty has acted on the gate.
         fixed: Whether the number of open gates is fixed, as with top-k.
         controlled: Whether a BudgetController sets the open rate.
         keep: The keep target, if there is one.
@@ -65,7 +65,7 @@ class GateState:
     flips: float
     input_dependent: bool
     begun: bool
-    pressed: float
+    penalty_share: float
     fixed: bool = False
     controlled: bool = False
     keep: float | None = None
@@ -74,6 +74,12 @@ class GateState:
     def as_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GateState":
+        """Inverse of `as_dict`; accepts the names of version 0.2."""
+        renamed = {"pressed": "penalty_share"}
+        return cls(**{renamed.get(name, name): value for name, value in values.items()})
 
 
 _VANISHED = 1e-3  # of the initial p: a gate does not come back from there
@@ -94,7 +100,8 @@ class Limits:
         units: Maximum fraction of dead or always-on units.
         flips: Maximum fraction of static gates that change per step; three times that for a
             GateNet, which sees new samples in every batch.
-        judged_after: Fraction of training under a penalty before failures to learn are reported.
+        min_penalty_share: Fraction of training with a penalty before failures to learn are
+            reported.
         patience: Number of consecutive checks that must agree.
     """
 
@@ -106,12 +113,12 @@ class Limits:
     moved: float = 0.02
     units: float = 0.9
     flips: float = 0.1
-    judged_after: float = 0.5
+    min_penalty_share: float = 0.5
     patience: int = 2
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("closed", "low_p", "open", "shock", "units", "judged_after"):
+        for name in ("closed", "low_p", "open", "shock", "units", "min_penalty_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
         for name in ("spread", "moved", "flips"):
@@ -146,9 +153,9 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
         return None
     if all(_is_closed(state, limits) for state in recent):
         return _detect_phase_shock(history, limits) or _diagnose_closed(now, limits)
-    judged = now.pressed >= limits.judged_after
+    is_reportable = now.penalty_share >= limits.min_penalty_share
     identical = all(state.unit_spread < limits.spread for state in recent)
-    if identical and judged and abs(now.p - now.initial_p) > limits.moved:
+    if identical and is_reportable and abs(now.p - now.initial_p) > limits.moved:
         return Verdict(
             "identical_gates",
             f"all units have p = {now.p:.3f}, and had {now.initial_p:.3f} at the start",
@@ -166,8 +173,8 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
         )
     if all(state.g >= limits.open for state in recent):
         intended = now.controlled or now.fixed or (now.keep is not None and now.keep >= 0.8)
-        return _all_open(now) if judged and not intended else None
-    return _diagnose_gate_net(recent, limits) if now.input_dependent and judged else None
+        return _all_open(now) if is_reportable and not intended else None
+    return _diagnose_gate_net(recent, limits) if now.input_dependent and is_reportable else None
 
 
 def _is_closed(state: GateState, limits: Limits) -> bool:
@@ -227,7 +234,7 @@ def _detect_phase_shock(history: Sequence[GateState], limits: Limits) -> Verdict
 def _all_open(now: GateState) -> Verdict:
     return Verdict(
         "all_open",
-        f"{now.g:.1%} of the gates are open after {now.pressed:.0%} of the training under pressure",
+        f"{now.g:.1%} of the gates are open, {now.penalty_share:.0%} of training with a penalty",
         "the penalty's weight is too small, or the gates' learning rate",
         "raise the weight (BudgetController finds one), or the gates' learning rate",
     )
@@ -298,7 +305,7 @@ class Rescue:
         """True if any rescue is active."""
         return self.weight_factor != 1 or bool(self.threshold_offset or self.temperature_offset)
 
-    def act(
+    def apply(
         self,
         trainer: Any,
         gate: GateLike,
@@ -309,7 +316,7 @@ class Rescue:
         """Apply the remedy for a verdict or ease the rescue; return what was done, if anything."""
         sinking = verdict is None and self.weight_factor < 1 and now.g < _SINKING
         if verdict is None and not sinking:
-            return self._ease(trainer, gate, now)
+            return self.relax(trainer, gate, now)
         self.healthy = 0
         self.relapses += self.eased
         self.eased = False
@@ -350,7 +357,7 @@ class Rescue:
             return f"reviving {int(dead.sum())} units"
         return None
 
-    def _ease(self, trainer: Any, gate: GateLike, now: GateState) -> str | None:
+    def relax(self, trainer: Any, gate: GateLike, now: GateState) -> str | None:
         self.healthy += 1
         recovered = now.g >= _RECOVERED or self.weight_factor >= 1
         ready = self.healthy >= _HEALTHY_CHECKS and recovered

@@ -57,18 +57,18 @@ def unit_axis(module: nn.Module) -> int:
     return -1 - len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else -1
 
 
-def positions(module: nn.Module) -> int:
+def calls_per_sample(module: nn.Module) -> int:
     """Return how often a map runs for a sample, as far as known, otherwise 1."""
     count: int = getattr(module, _POSITIONS, 1)
     return count
 
 
-def knows_positions(module: nn.Module) -> bool:
+def knows_calls_per_sample(module: nn.Module) -> bool:
     """Return True if it is known how often a map runs for a sample."""
     return _POSITIONS in vars(module)
 
 
-def set_positions(module: nn.Module, count: int | None) -> None:
+def set_calls_per_sample(module: nn.Module, count: int | None) -> None:
     """Set how often a map runs for a sample; None if that is not known.
 
     Stored as a plain attribute, so the module's state dict does not change.
@@ -103,7 +103,7 @@ class LinearMap:
     @property
     def macs_dense(self) -> int:
         """MACs of the full matrix, at all its positions."""
-        return int(self.linear.weight.numel()) * positions(self.linear)
+        return int(self.linear.weight.numel()) * calls_per_sample(self.linear)
 
     @property
     def connections(self) -> int:
@@ -113,7 +113,7 @@ class LinearMap:
             return self.macs_dense
         known: int | None = getattr(self.linear, "connection_count", None)
         # Counting synchronizes with the device.
-        return (int(mask.sum()) if known is None else known) * positions(self.linear)
+        return (int(mask.sum()) if known is None else known) * calls_per_sample(self.linear)
 
     @property
     def is_gated(self) -> bool:
@@ -129,7 +129,7 @@ class LinearMap:
         """Return a tensor of the weight's shape as ``(outputs, inputs, kernel)``."""
         return as_matrix(self.linear, tensor)
 
-    def ends(
+    def expand_to_units(
         self, of: Callable[[GateLike], Tensor | None], every_output: bool = False
     ) -> list[Tensor | None]:
         """Return what `of` says of the blocks of a gate, for each output and for each input.
@@ -160,15 +160,15 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
     """
     gates = gate_layers(module, required=False).values()
     in_gates = gate_submodules(module)
-    makers = {producer: gate for gate in gates for producer in gate.feeds.producers}
-    readers = {consumer: gate for gate in gates for consumer in gate.feeds.consumers}
+    producers = {producer: gate for gate in gates for producer in gate.feeds.producers}
+    consumers = {consumer: gate for gate in gates for consumer in gate.feeds.consumers}
     maps = []
     for name, child in module.named_modules():
-        counted = isinstance(child, nn.Linear) or knows_positions(child)
-        if (counted or child in makers or child in readers) and child not in in_gates:
-            made = makers.get(child)
+        counted = isinstance(child, nn.Linear) or knows_calls_per_sample(child)
+        if (counted or child in producers or child in consumers) and child not in in_gates:
+            made = producers.get(child)
             skips_rows = made is not None and made.feeds.skips_rows
-            maps.append(LinearMap(plain_name(name), child, readers.get(child), made, skips_rows))
+            maps.append(LinearMap(plain_name(name), child, consumers.get(child), made, skips_rows))
     return maps
 
 
@@ -177,9 +177,9 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
 
     One entry per sample, or 0-d if all samples have the same.
     """
-    outputs, inputs = linear_map.ends(_is_open)
+    outputs, inputs = linear_map.expand_to_units(_open_blocks)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
-    runs = positions(linear)
+    runs = calls_per_sample(linear)
     if mask is None:
         all_outputs, all_inputs, kernel = linear_map.matrix(linear.weight).shape
         pairs = _open_count(inputs, all_inputs) * _open_count(outputs, all_outputs)
@@ -197,7 +197,7 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
 
 def expected_macs(linear_map: LinearMap) -> Tensor:
     """Return `executed_macs` with p instead of g, as a fraction of the dense MACs, per sample."""
-    outputs, inputs = linear_map.ends(_probability)
+    outputs, inputs = linear_map.expand_to_units(_probability)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
     if mask is None:
         one = torch.ones((), device=linear.weight.device)
@@ -212,7 +212,7 @@ def expected_macs(linear_map: LinearMap) -> Tensor:
 def decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
     """Return the MACs of a gate's decision in the last forward pass, over its open inputs."""
     before = gate_before(gate, maps)
-    inputs = None if before is None else _is_open(before).sum(-1) * before.block_size
+    inputs = None if before is None else _open_blocks(before).sum(-1) * before.block_size
     return gate.decision_macs(inputs) * decisions(gate)
 
 
@@ -232,7 +232,7 @@ def dense_decision_macs(gate: GateLike) -> int:
 def decisions(gate: GateLike) -> int:
     """Return how often a gate decides for a sample, as far as known, otherwise 1."""
     producer = gate.feeds.producer
-    return 1 if producer is None else positions(producer)
+    return 1 if producer is None else calls_per_sample(producer)
 
 
 def gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
@@ -263,7 +263,9 @@ def needed_parameters(module: nn.Module) -> int:
         if mask is not None:
             kept &= mask.to(kept.device)
         kept = linear_map.matrix(kept)
-        outputs, inputs = linear_map.ends(lambda g: None if g.input_dependent else _is_open(g))
+        outputs, inputs = linear_map.expand_to_units(
+            lambda g: None if g.input_dependent else _open_blocks(g)
+        )
         # A Trainer moves modules back, not recorded gates.
         if inputs is not None:
             kept = kept & inputs[:, None].to(kept.device)
@@ -292,7 +294,7 @@ def gate_submodules(module: nn.Module) -> set[nn.Module]:
     return {child for gate in gates if isinstance(gate, nn.Module) for child in gate.modules()}
 
 
-def _is_open(gate: GateLike) -> Tensor:
+def _open_blocks(gate: GateLike) -> Tensor:
     """Return the open blocks of the last forward pass, bool ``(..., blocks)``."""
     if gate.gate is None:
         raise RuntimeError(

@@ -40,7 +40,7 @@ class _NoTracker(nullcontext[None]):
     parents = frozenset({"Global"})
 
 
-class CountWholeNet:
+class FlopRecorder:
     """Context manager that counts a forward pass with torch's FLOP counter (dense products).
 
     Computation outside the module and its children, such as a loss or metric, is not counted.
@@ -50,7 +50,7 @@ class CountWholeNet:
 
     >>> from dg_lightning import GatedLinear
     >>> net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), GatedLinear(8, 4), nn.Linear(4, 2))
-    >>> with CountWholeNet(net) as count:
+    >>> with FlopRecorder(net) as count:
     ...     _ = net(torch.zeros(5, 1, 6))
     >>> count.result(samples=5)
     WholeNet(runs={'2.linear': 1.0, '3': 1.0}, other=24, uncounted=(), between={})

@@ -174,14 +174,16 @@ def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, Watc
     watched: dict[str, WatchedUnits] = {}
     for name, units in found.units.items():
         if units.block_size == 1:
-            makers = {model.get_submodule(n): rows for n, rows in units.producers.items()}
+            producers = {model.get_submodule(n): rows for n, rows in units.producers.items()}
             consumer = model.get_submodule(units.consumer)
-            watched[plain_name(name)] = WatchedUnits(consumer, makers, decay)
+            watched[plain_name(name)] = WatchedUnits(consumer, producers, decay)
     for gate in gate_layers(model, required=False).values():  # units that have a gate already
         if gate.feeds.skips_rows and not gate.feeds.rows:
-            makers = dict.fromkeys(gate.feeds.producers, torch.arange(gate.units))
+            producers = dict.fromkeys(gate.feeds.producers, torch.arange(gate.units))
             for consumer in gate.feeds.consumers:
-                watched[plain_name(names[consumer])] = WatchedUnits(consumer, makers, decay, gate)
+                watched[plain_name(names[consumer])] = WatchedUnits(
+                    consumer, producers, decay, gate
+                )
     # Some maps, as of Hugging Face's GPT-2, do not say how their weights are drawn.
     watched = {
         name: units

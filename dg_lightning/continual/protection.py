@@ -60,7 +60,7 @@ class Protection:
         """
         partly = set()
         for linear_map in (found for found in self.maps if found.linear.weight in self.used):
-            outputs, inputs = linear_map.ends(opened)
+            outputs, inputs = linear_map.expand_to_units(opened)
             weight = linear_map.linear.weight
             if linear_map.linear is self.head and classes is not None:
                 rows = torch.arange(len(linear_map.matrix(weight)))
@@ -176,7 +176,7 @@ class GatesByTask:
     @torch.no_grad()
     def finish(self) -> None:
         """Keep what the gates would open in deployment, for the task that ends."""
-        self.finished.append({name: _is_open(gate) for name, gate in self.gates.items()})
+        self.finished.append({name: _permanently_open(gate) for name, gate in self.gates.items()})
 
     @torch.no_grad()
     def start(self, optimizers: list[Optimizer]) -> None:
@@ -229,7 +229,7 @@ class GatesByTask:
                 gate.logit.grad += weight * _slope(gate) * free[name].to(gate.logit) / count
 
 
-def _is_open(gate: StaticGate) -> Tensor:
+def _permanently_open(gate: StaticGate) -> Tensor:
     """Return the blocks that a gate opens in deployment."""
     training = gate.training
     gate.eval()

@@ -18,12 +18,12 @@ from .policies import Policy, straight_through, top_k_mask
 from .protocol import (
     Feeds,
     GateLike,
-    assume_open,
-    by_pattern,
     connection_mask,
     detach_graph,
     gate_layers,
+    init_recorded_gates,
     set_connections,
+    values_by_pattern,
 )
 from .state import SharedState, set_temperature, set_threshold, shared_state
 
@@ -37,11 +37,10 @@ __all__ = [
     "Policy",
     "SharedState",
     "StaticGate",
-    "assume_open",
-    "by_pattern",
     "connection_mask",
     "detach_graph",
     "gate_layers",
+    "init_recorded_gates",
     "make_gate",
     "set_connections",
     "set_temperature",
@@ -49,4 +48,5 @@ __all__ = [
     "shared_state",
     "straight_through",
     "top_k_mask",
+    "values_by_pattern",
 ]

@@ -121,13 +121,13 @@ def gate_layers(
             "AddGates)."
         )
     once: dict[str, GateLike] = {}
-    for name, gate in matching(found, layers, "gate").items():
+    for name, gate in filter_by_name(found, layers, "gate").items():
         if not any(gate is other for other in once.values()):
             once[name] = gate
     return once
 
 
-def matching(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
+def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
     """Return the entries whose name matches any of the patterns; all entries if `layers` is None.
 
     >>> matching({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
@@ -150,12 +150,13 @@ def matching(found: dict[str, T], layers: Sequence[str] | None, what: str) -> di
     }
 
 
-def by_pattern(
+def values_by_pattern(
     argument: str, given: Mapping[str, T], named: Mapping[str, Any], default: D
 ) -> list[T | D]:
     """Return, for each name, the value of the first matching pattern, or `default`.
 
-    >>> by_pattern("target", {"hidden.*": 0.3}, {"input_gate": None, "hidden.0.gate": None}, 1.0)
+    >>> gates = {"input_gate": None, "hidden.0.gate": None}
+    >>> values_by_pattern("target", {"hidden.*": 0.3}, gates, 1.0)
     [1.0, 0.3]
     """
     for pattern in given:
@@ -207,7 +208,7 @@ def detach_graph(gates: Iterable[GateLike]) -> None:
             gate.gate = gate.gate.detach()
 
 
-def assume_open(gates: Iterable[GateLike]) -> None:
+def init_recorded_gates(gates: Iterable[GateLike]) -> None:
     """Record p = 1 for gates that have not run yet, so that whoever reads them counts them open."""
     for gate in gates:
         if gate.probability is None or gate.gate is None:

@@ -130,6 +130,17 @@ class Router(nn.Module):
         return {**self.__dict__, **dict.fromkeys(self.recorded), "capacity": self.capacity}
 
 
+_NAMES_OF_0_2 = {"first": "fc1", "other": "fc1_gate", "second": "fc2"}
+
+
+def _rename_maps(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load checkpoints of version 0.2."""
+    for old, new in _NAMES_OF_0_2.items():
+        for kind in ("weight", "bias"):
+            if f"{prefix}{old}.{kind}" in state:
+                state[f"{prefix}{new}.{kind}"] = state.pop(f"{prefix}{old}.{kind}")
+
+
 class Experts(nn.Module):
     """Parallel two-layer networks, each applied to the samples routed to it.
 
@@ -146,16 +157,15 @@ class Experts(nn.Module):
         super().__init__()
         self.activation = make_activation(activation)
         self.experts, self.hidden = router.experts, router.block_size
-        self.first = nn.Linear(width, router.units)
-        self.second = nn.Linear(router.units, width, bias=False)
+        self.fc1 = nn.Linear(width, router.units)
+        self.fc2 = nn.Linear(router.units, width, bias=False)
         self.bias = nn.Parameter(torch.zeros(router.experts * width))
+        self.register_load_state_dict_pre_hook(_rename_maps)  # type: ignore[no-untyped-call]
         # Initialise each expert as a separate module: its fan-in is its own width.
         bound = 1 / math.sqrt(self.hidden)
-        nn.init.uniform_(self.second.weight, -bound, bound)
+        nn.init.uniform_(self.fc2.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
-        router.feeds = Feeds(
-            producer=self.first, skips_rows=True, consumers=(self.second,), runner=self
-        )
+        router.feeds = Feeds(producer=self.fc1, skips_rows=True, consumers=(self.fc2,), runner=self)
 
     @override
     def forward(self, h: Tensor, weights: Tensor, capacity: int, k: int) -> Tensor:
@@ -177,11 +187,11 @@ class Experts(nn.Module):
         gathered = h.new_zeros(self.experts * capacity + 1, width)
         gathered = gathered.index_copy(0, rows.flatten(), h.repeat_interleave(k, 0))
         gathered = gathered[:-1].view(self.experts, capacity, width)
-        first = self.first.weight.view(self.experts, self.hidden, width)
-        first_bias = self.first.bias.view(self.experts, 1, self.hidden)
-        second = self.second.weight.view(width, self.experts, self.hidden).permute(1, 2, 0)
-        hidden = self.activation(gathered @ first.mT + first_bias)
-        out = (hidden @ second + self.bias.view(self.experts, 1, width)).flatten(0, 1)
+        fc1 = self.fc1.weight.view(self.experts, self.hidden, width)
+        fc1_bias = self.fc1.bias.view(self.experts, 1, self.hidden)
+        fc2 = self.fc2.weight.view(width, self.experts, self.hidden).permute(1, 2, 0)
+        hidden = self.activation(gathered @ fc1.mT + fc1_bias)
+        out = (hidden @ fc2 + self.bias.view(self.experts, 1, width)).flatten(0, 1)
         out = torch.cat([out, out.new_zeros(1, width)])
         taken = out.index_select(0, rows.flatten()).view(*rows.shape, width)
         return (taken * weight.unsqueeze(-1).to(out.dtype)).sum(1)
@@ -294,10 +304,11 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.first = nn.Linear(width, hidden, **factory)
-        self.other = nn.Linear(width, hidden, **factory) if glu else None
+        self.fc1 = nn.Linear(width, hidden, **factory)
+        self.fc1_gate = nn.Linear(width, hidden, **factory) if glu else None
         self.activation = make_activation(activation)
-        self.second = nn.Linear(hidden, width, **factory)
+        self.fc2 = nn.Linear(hidden, width, **factory)
+        self.register_load_state_dict_pre_hook(_rename_maps)  # type: ignore[no-untyped-call]
         if gate is not None and not isinstance(gate, Gate):
             gate = make_gate(gate, width, hidden, device, dtype)
         if gate is not None and gate.units != hidden:
@@ -308,27 +319,25 @@ class GatedFeedForward(nn.Module):
         # Computes open blocks only, or returns None, see `runtime.skip_closed_blocks`.
         self.skip: Callable[[GatedFeedForward, Tensor], Tensor | None] | None = None
         if gate is not None:
-            partners = () if self.other is None else (self.other,)
-            gate.feeds = Feeds(
-                self.first, skips_rows=True, consumers=(self.second,), partners=partners
-            )
+            partners = () if self.fc1_gate is None else (self.fc1_gate,)
+            gate.feeds = Feeds(self.fc1, skips_rows=True, consumers=(self.fc2,), partners=partners)
 
     @property
     def applied_gate(self) -> Gate | None:
         """The gate on its units: its own, or one that `add_gates` has put there."""
-        put = dict(self.second.named_children()).get("dg_gate")
+        put = dict(self.fc2.named_children()).get("dg_gate")
         return put if isinstance(put, Gate) else self.gate
 
     @override
     def forward(self, h: Tensor) -> Tensor:
         if self.skip is not None and (skipped := self.skip(self, h)) is not None:
             return skipped
-        units: Tensor = self.activation(self.first(h))
-        if self.other is not None:
-            units = units * self.other(h)
+        units: Tensor = self.activation(self.fc1(h))
+        if self.fc1_gate is not None:
+            units = units * self.fc1_gate(h)
         if self.gate is not None:
             units = self.gate(h, units)
-        out: Tensor = self.second(units)
+        out: Tensor = self.fc2(units)
         return out
 
 
@@ -378,9 +387,9 @@ class MoEFeedForward(nn.Module):
         return out.view(h.shape)
 
     @property
-    def second(self) -> nn.Linear:
+    def fc2(self) -> nn.Linear:
         """The map that writes the output."""
-        return self.experts.second
+        return self.experts.fc2
 
     def auxiliary_loss(self) -> Tensor:
         """Return the weighted sum of load-balance loss and z-loss of the last forward pass."""

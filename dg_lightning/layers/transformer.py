@@ -221,7 +221,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
         blocks: Any = self.blocks
         for block in blocks:
-            for writer in (block.attention.output, block.feed_forward.second):
+            for writer in (block.attention.output, block.feed_forward.fc2):
                 writer.weight.div_(math.sqrt(2 * depth))
 
     @override

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates.protocol import GateLike, deployed_gate, gate_layers
 
 BINS = 20  # of the histogram of p over [0, 1]
@@ -139,7 +139,15 @@ class GateActivity(Metric):
     @override
     def compute(self) -> dict[str, Tensor]:
         """Return the sums on the CPU."""
-        names = ("rows", "opened", "probability", "histogram", "classes", "by_class", "by_position")
+        names = (
+            "rows",
+            "opened",
+            "probability",
+            "histogram",
+            "classes",
+            "by_class",
+            "by_position",
+        )
         return {name: getattr(self, name).cpu() for name in names}
 
     def snapshots(self) -> list[GateSnapshot]:
@@ -252,11 +260,13 @@ class GateHistory:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values and tensors."""
         entries, kept = [vars(entry) for entry in self.entries_with_last()], len(self.entries)
-        return {"looks": entries, "kept": kept, "seen": self._seen, "every": self._stride}
+        return {"entries": entries, "kept": kept, "seen": self._seen, "every": self._stride}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`."""
-        entries = [HistoryEntry(**entry) for entry in state["looks"]]
+        entries = [
+            HistoryEntry(**entry) for entry in state.get("entries") or state["looks"]
+        ]  # the name in 0.2
         self.entries, self.last = entries[: state["kept"]], entries[-1] if entries else None
         self._seen, self._stride = state["seen"], state["every"]
 
@@ -412,7 +422,7 @@ class Snapshot:
         self.correlation: ActivityCorrelation | None = None
         self.ledger: ComputeLedger | None = None
         self.whole_net: WholeNet | None = None
-        self._count: CountWholeNet | None = None
+        self._count: FlopRecorder | None = None
         self.results: list[GateSnapshot] = []
 
     @property
@@ -423,7 +433,7 @@ class Snapshot:
     def start_counting(self, pl_module: Any) -> None:
         """Count the MACs of the first forward pass, if the module does not log them itself."""
         if self.activity is None and not hasattr(pl_module, "compute_report"):
-            count = CountWholeNet(pl_module)
+            count = FlopRecorder(pl_module)
             try:
                 self._count = count.__enter__()
             except RuntimeError as error:  # hooks of torch's scripted modules, for example

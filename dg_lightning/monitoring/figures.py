@@ -87,7 +87,7 @@ def as_image(values: Tensor, input_shape: Sequence[int] | None) -> Tensor | None
     return None
 
 
-def pixels(figure: "Figure") -> Any:
+def render_rgb(figure: "Figure") -> Any:
     """Render a figure as a uint8 array (rows, columns, 3)."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.files import csv_cell, from_csv_cell
 from dg_lightning.monitoring.activity import BINS, GateHistory, GateSnapshot, HistoryEntry, Snapshot
-from dg_lightning.monitoring.figures import gate_figure, has_matplotlib, pixels
+from dg_lightning.monitoring.figures import gate_figure, has_matplotlib, render_rgb
 from dg_lightning.training import logged_step
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def run_folder(trainer: Any) -> Path:
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), name)
 
 
-def can_show_pictures(logger: Any) -> bool:
+def supports_images(logger: Any) -> bool:
     """Return True if the logger supports images."""
     experiment: Any = getattr(logger, "experiment", None)
     return hasattr(logger, "log_image") or any(
@@ -208,12 +208,12 @@ def show_pictures(logger: Any, key: str, figures: Mapping[str, "Figure"], step: 
     """
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
-        images = [pixels(figure) for figure in figures.values()]
+        images = [render_rgb(figure) for figure in figures.values()]
         logger.log_image(key, images, step=step, caption=list(figures))
         return
     for name, figure in figures.items():
         if hasattr(experiment, "add_image"):
-            experiment.add_image(f"{key}/{name}", pixels(figure), step, dataformats="HWC")
+            experiment.add_image(f"{key}/{name}", render_rgb(figure), step, dataformats="HWC")
         elif hasattr(experiment, "log_figure") and hasattr(logger, "run_id"):
             experiment.log_figure(logger.run_id, figure, f"{key}/{name}/step_{step:08d}.png")
         elif hasattr(experiment, "log_figure"):
@@ -291,7 +291,7 @@ def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: boo
 
 def send_pictures(trainer: Any, key: str, snapshot: Snapshot, history: GateHistory) -> None:
     """Draw every gate for the loggers that support images."""
-    loggers = [logger for logger in trainer.loggers if can_show_pictures(logger)]
+    loggers = [logger for logger in trainer.loggers if supports_images(logger)]
     if loggers and not has_matplotlib():
         rank_zero_info("Pictures of gates need matplotlib: pip install matplotlib")
         return

@@ -12,7 +12,7 @@ from .drop_and_grow import (
 )
 from .initial_masks import (
     Distribution,
-    Initial,
+    MaskInit,
     announce_masks,
     check_masks,
     check_sparsity,
@@ -43,7 +43,7 @@ __all__ = [
     "Distribution",
     "DropSchedule",
     "DropShape",
-    "Initial",
+    "MaskInit",
     "OpenRates",
     "SparseLayer",
     "Structure",

@@ -64,7 +64,7 @@ class Structure:
         """The density that it prescribes, if any."""
         return None if self.n_of_m is None else self.n_of_m[0] / self.n_of_m[1]
 
-    def refuse_if_unfit(self, name: str, layer: nn.Module) -> None:
+    def check_layer(self, name: str, layer: nn.Module) -> None:
         """Raise if a layer does not fit this structure."""
         weight = cast(Tensor, layer.weight)
         rows, columns = weight.shape[0], weight[0].numel()
@@ -305,7 +305,7 @@ class OpenRates:
         if step != self._step:
             self._step, self._sums = step, {}
         for linear, linear_map in self.gates.items():
-            outputs, inputs = linear_map.ends(_is_open, every_output=True)
+            outputs, inputs = linear_map.expand_to_units(_open_units, every_output=True)
             if outputs is not None or inputs is not None:
                 kernel = (None,) * (linear.weight.ndim - 2)
                 share, (total, count) = _share(outputs, inputs), self._sums.get(linear, (0.0, 0))
@@ -332,7 +332,7 @@ def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
     return outputs.T @ inputs / len(inputs)
 
 
-def _is_open(gate: GateLike) -> Tensor | None:
+def _open_units(gate: GateLike) -> Tensor | None:
     if gate.gate is None:
         return None
     is_open = (gate.gate.detach() != 0).float()

@@ -12,11 +12,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from dg_lightning.gates.protocol import (
-    by_pattern,
     connection_mask,
-    matching,
+    filter_by_name,
     plain_name,
     set_connections,
+    values_by_pattern,
 )
 
 from .drop_and_grow import TRANSPOSED, Structure, largest_mask
@@ -80,7 +80,7 @@ def layer_densities(
 ) -> dict[str, float]:
     """Return the density of each layer, for one sparsity of all or for one by name pattern."""
     if isinstance(sparsity, Mapping):
-        values = by_pattern("sparsity", sparsity, layers, 0.0)
+        values = values_by_pattern("sparsity", sparsity, layers, 0.0)
         return {name: 1 - value for name, value in zip(layers, values, strict=True)}
     shapes = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
     return densities(shapes, 1 - sparsity, distribution)
@@ -120,7 +120,7 @@ def import_pruned(
     """Read a model that torch.nn.utils.prune or Lightning's ModelPruning has pruned.
 
     Returns plain weights, which load strictly into the unpruned module, and the masks by layer.
-    Hand the masks to `StaticSparse`, `RigL` or another sparse callback with `use_masks`.
+    Hand the masks to `StaticSparse`, `RigL` or another sparse callback with `set_initial_masks`.
 
     Args:
         checkpoint: A checkpoint's path or content, or a state dict.
@@ -201,7 +201,7 @@ def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:
         ) from error
 
 
-Initial: TypeAlias = Literal["random", "magnitude"]
+MaskInit: TypeAlias = Literal["random", "magnitude"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
@@ -228,7 +228,7 @@ def sparse_layers(
             "are looked for, outside of gates and not frozen."
         )
     chosen: dict[str, nn.Module] = {}
-    for name, child in matching(found, layers, "layer").items():
+    for name, child in filter_by_name(found, layers, "layer").items():
         if not any(child.weight is other.weight for other in chosen.values()):
             chosen[name] = child
     for name, child in chosen.items():
@@ -322,8 +322,8 @@ def sample_masks(
         zeros = float((weight == 0).float().mean())
         if zeros > max((1 - densities[name]) / 2, 0.01):
             rank_zero_warn(
-                f"{zeros:.0%} of the weights of {name} are 0 already, and there is no mask of "
-                "them: if the model was sparse, take its masks along (`masks`, `use_masks`)."
+                f"{zeros:.0%} of the weights of {name} are already 0, but no mask was given: if "
+                "the model was sparse, pass its masks with `masks` or `set_initial_masks`."
             )
         generator = None if seed is None else generator_for(seed, name, 0, weight.device)
         masks[name] = initial_mask(weight, densities[name], structure, generator)

@@ -105,7 +105,7 @@ class SparseLayer:
         if type(optimizer) not in WEIGHT_BY_WEIGHT:
             reset_state(optimizer, self.weight, keep=self.mask)
 
-    def refuse_if_replaced(self, live: Collection[nn.Module] | None = None) -> None:
+    def check_not_replaced(self, live: Collection[nn.Module] | None = None) -> None:
         """Raise if the layer has got another weight, or is not among the modules that live."""
         if self.layer.weight is not self.weight or (live is not None and self.layer not in live):
             raise RuntimeError(
@@ -114,7 +114,7 @@ class SparseLayer:
                 "the layer out with `layers`."
             )
 
-    def rewired(self, keep: Tensor, grow: Tensor, fraction: float, exclude: bool) -> Tensor:
+    def rewired_mask(self, keep: Tensor, grow: Tensor, fraction: float, exclude: bool) -> Tensor:
         """Return a mask with other connections, see `drop_and_grow`; protected ones stay."""
         protected = protected_mask(self.layer)
         if protected is not None:

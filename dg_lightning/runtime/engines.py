@@ -78,56 +78,56 @@ class FeedForward:
         scaled: Whether open gates may differ from 1.
     """
 
-    first: tuple[Tensor, Tensor | None]
+    fc1: tuple[Tensor, Tensor | None]
     activation: Callable[[Tensor], Tensor]
-    second: tuple[Tensor, Tensor | None]
+    fc2: tuple[Tensor, Tensor | None]
     block_size: int
-    other: tuple[Tensor, Tensor | None] | None = None
+    fc1_gate: tuple[Tensor, Tensor | None] | None = None
     scaled: bool = False
 
     @classmethod
     def of(
         cls,
-        first: nn.Linear,
+        fc1: nn.Linear,
         activation: Callable[[Tensor], Tensor],
-        second: nn.Linear,
+        fc2: nn.Linear,
         block_size: int,
-        other: nn.Linear | None = None,
+        fc1_gate: nn.Linear | None = None,
         scaled: bool = False,
     ) -> "FeedForward":
         """Create a feed-forward from linear layers."""
-        maps = (first.weight, first.bias), (second.weight, second.bias)
-        third = None if other is None else (other.weight, other.bias)
+        maps = (fc1.weight, fc1.bias), (fc2.weight, fc2.bias)
+        third = None if fc1_gate is None else (fc1_gate.weight, fc1_gate.bias)
         return cls(maps[0], activation, maps[1], block_size, third, scaled)
 
     @property
-    def makers(self) -> list[tuple[Tensor, Tensor | None]]:
+    def up_projections(self) -> list[tuple[Tensor, Tensor | None]]:
         """The maps that make units."""
-        return [self.first] if self.other is None else [self.first, self.other]
+        return [self.fc1] if self.fc1_gate is None else [self.fc1, self.fc1_gate]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All weights and biases."""
-        maps = (*self.makers, self.second)
+        maps = (*self.up_projections, self.fc2)
         return [tensor for pair in maps for tensor in pair if tensor is not None]
 
     def to(self, dtype: torch.dtype) -> "FeedForward":
         """Return a copy cast to another dtype; gradients flow through the cast."""
-        first, second, *other = (
+        fc1, fc2, *fc1_gate = (
             (w.to(dtype), None if b is None else b.to(dtype))
-            for w, b in (self.first, self.second, *self.makers[1:])
+            for w, b in (self.fc1, self.fc2, *self.up_projections[1:])
         )
-        third = other[0] if other else None
-        return FeedForward(first, self.activation, second, self.block_size, third, self.scaled)
+        third = fc1_gate[0] if fc1_gate else None
+        return FeedForward(fc1, self.activation, fc2, self.block_size, third, self.scaled)
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Compute every block and multiply by the gate: the reference."""
-    units = net.activation(F.linear(x, *net.first))
-    if net.other is not None:
-        units = units * F.linear(x, *net.other)
+    units = net.activation(F.linear(x, *net.fc1))
+    if net.fc1_gate is not None:
+        units = units * F.linear(x, *net.fc1_gate)
     open_units = gate.to(units.dtype).repeat_interleave(net.block_size, -1)
-    return F.linear(units * open_units, *net.second)
+    return F.linear(units * open_units, *net.fc2)
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
@@ -141,19 +141,19 @@ def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Multiply each block with the samples that open it, block by block."""
     if not torch.is_grad_enabled():
         return _run_blocks_without_grad(x, gate, net)
-    other = net.other or (None, None)
-    tensors = Operands(x, gate, *net.first, *net.second, *other)
+    fc1_gate = net.fc1_gate or (None, None)
+    tensors = Operands(x, gate, *net.fc1, *net.fc2, *fc1_gate)
     out: Tensor = _RunBlocks.apply(net.block_size, net.activation, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    second, size = net.second[0], net.block_size
+    fc2, size = net.fc2[0], net.block_size
     in_blocks = [
         (weight.split(size), None if bias is None else bias.split(size))
-        for weight, bias in net.makers
+        for weight, bias in net.up_projections
     ]
-    second_in_blocks = second.split(size, 1)
+    second_in_blocks = fc2.split(size, 1)
     # `addmm` writes the bias to memory before the product. Adding it afterwards would round twice
     # in half precision, and cost a launch on a GPU.
     adds_later = not x.is_cuda and x.dtype.itemsize > 2
@@ -161,7 +161,7 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
     block_of, sample = is_open.t().nonzero().unbind(1)
     counts = is_open.sum(0).tolist()
     total = _initial_outputs(x, net)
-    most = len(sample) if x.is_cuda else _CACHE_ENTRIES // max(x.shape[1], len(second))
+    most = len(sample) if x.is_cuda else _CACHE_ENTRIES // max(x.shape[1], len(fc2))
     groups = _groups(counts, most)
     lengths = [sum(counts[start:stop]) for start, stop in groups]
     samples, of_blocks = sample.split(lengths), block_of.split(lengths)
@@ -181,11 +181,11 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
                 else:
                     torch.addmm(biases[block], part, weights[block].t(), out=out)
         units = made[0].relu_() if isinstance(net.activation, nn.ReLU) else net.activation(made[0])
-        if net.other is not None:
+        if net.fc1_gate is not None:
             units = units * made[1]
         if net.scaled:
             units = units * gate[own, of_block].to(x.dtype).unsqueeze(1)
-        packed = _buffer("packed", x, len(own), len(second))
+        packed = _buffer("packed", x, len(own), len(fc2))
         for part, block, out in zip(units.split(sizes), blocks, packed.split(sizes), strict=True):
             torch.mm(part, second_in_blocks[block].t(), out=out)
         total.index_add_(0, own, packed)
@@ -194,7 +194,7 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
 
 def _initial_outputs(x: Tensor, net: FeedForward) -> Tensor:
     """Return the outputs of samples that open no block: the bias."""
-    shape, bias = (len(x), len(net.second[0])), net.second[1]
+    shape, bias = (len(x), len(net.fc2[0])), net.fc2[1]
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
@@ -242,14 +242,14 @@ def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
 class Operands(NamedTuple):
     """The tensors of a gated feed-forward, or something about each: its gradient, if wanted."""
 
-    x: Any
-    gate: Any
-    first: Any
-    first_bias: Any
-    second: Any
-    second_bias: Any
-    other: Any = None
-    other_bias: Any = None
+    x: Any = None
+    gate: Any = None
+    fc1: Any = None
+    fc1_bias: Any = None
+    fc2: Any = None
+    fc2_bias: Any = None
+    fc1_gate: Any = None
+    fc1_gate_bias: Any = None
 
 
 class _RunBlocks(torch.autograd.Function):
@@ -259,36 +259,38 @@ class _RunBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, block: int, activation: Callable[[Tensor], Tensor], *tensors: Tensor | None
     ) -> Tensor:
-        x, gate, first, first_bias, second, second_bias, other, other_bias = Operands(*tensors)
+        x, gate, fc1, fc1_bias, fc2, fc2_bias, fc1_gate, fc1_gate_bias = Operands(*tensors)
         is_open = gate != 0
         parts = is_open.t().nonzero()[:, 1].split(is_open.sum(0).tolist())
-        out = x.new_zeros(len(x), len(second))
-        if second_bias is not None:
-            out += second_bias
+        out = x.new_zeros(len(x), len(fc2))
+        if fc2_bias is not None:
+            out += fc2_bias
         saved: list[Tensor | None] = []
         for index, rows in enumerate(parts):
             own = slice(index * block, (index + 1) * block)
             h = _take_rows(x, rows)
-            raw = F.linear(h, first[own], None if first_bias is None else first_bias[own])
+            raw = F.linear(h, fc1[own], None if fc1_bias is None else fc1_bias[own])
             value = None
             units = activation(raw)
-            if other is not None:
-                value = F.linear(h, other[own], None if other_bias is None else other_bias[own])
+            if fc1_gate is not None:
+                value = F.linear(
+                    h, fc1_gate[own], None if fc1_gate_bias is None else fc1_gate_bias[own]
+                )
                 units = units * value
             scale = gate[rows, index, None].to(x.dtype)
-            out.index_add_(0, rows, F.linear(units * scale, second[:, own]))
+            out.index_add_(0, rows, F.linear(units * scale, fc2[:, own]))
             saved += [rows, raw, value]
-        ctx.save_for_backward(x, gate, first, second, other, *saved)
+        ctx.save_for_backward(x, gate, fc1, fc2, fc1_gate, *saved)
         ctx.block, ctx.activation = block, activation
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        refuse_second_derivative()
-        x, gate, first, second, other, *saved = ctx.saved_tensors
+        check_no_double_backward()
+        x, gate, fc1, fc2, fc1_gate, *saved = ctx.saved_tensors
         wanted = Operands(*ctx.needs_input_grad[2:])
-        bias = x.new_empty(len(first))
-        shapes = Operands(x, gate, first, bias, second, None, other, bias)
+        bias = x.new_empty(len(fc1))
+        shapes = Operands(x, gate, fc1, bias, fc2, None, fc1_gate, bias)
         grads = Operands(
             *(
                 torch.zeros_like(t) if want and t is not None else None
@@ -299,35 +301,38 @@ class _RunBlocks(torch.autograd.Function):
             rows, raw, value = saved[3 * index : 3 * index + 3]
             own = slice(index * ctx.block, (index + 1) * ctx.block)
             grad_out, h = _take_rows(grad_output, rows), _take_rows(x, rows)
-            grad_units = grad_out @ second[:, own]
+            grad_units = grad_out @ fc2[:, own]
             scale = gate[rows, index, None].to(x.dtype)
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
                 hidden = ctx.activation(raw)
             units = hidden.detach() if value is None else hidden.detach() * value
-            if grads.second is not None:
-                grads.second[:, own] = grad_out.t() @ (units * scale)
+            if grads.fc2 is not None:
+                grads.fc2[:, own] = grad_out.t() @ (units * scale)
             if grads.gate is not None:
                 grads.gate[rows, index] = (grad_units * units).sum(-1).to(gate.dtype)
             grad_units = grad_units * scale
             grad_hidden = grad_units if value is None else grad_units * value
             (grad_raw,) = torch.autograd.grad(hidden, raw, grad_hidden)
-            makers = [(grad_raw, first, grads.first, grads.first_bias)]
+            up_projections = [(grad_raw, fc1, grads.fc1, grads.fc1_bias)]
             if value is not None:
                 grad_value = grad_units * hidden.detach()
-                makers.append((grad_value, other, grads.other, grads.other_bias))
-            for gradient, weight, grad_weight, grad_bias in makers:
+                up_projections.append((grad_value, fc1_gate, grads.fc1_gate, grads.fc1_gate_bias))
+            for gradient, weight, grad_weight, grad_bias in up_projections:
                 if grad_weight is not None:
                     grad_weight[own] = gradient.t() @ h
                 if grad_bias is not None:
                     grad_bias[own] = gradient.sum(0)
                 if grads.x is not None:
                     grads.x.index_add_(0, rows, gradient @ weight[own])
-        second_bias = grad_output.sum(0) if wanted.second_bias else None
-        return None, None, *grads._replace(second_bias=second_bias)
+        fc2_bias = grad_output.sum(0) if wanted.fc2_bias else None
+        return (
+            None, None, grads.x, grads.gate, grads.fc1, grads.fc1_bias, grads.fc2, fc2_bias,
+            grads.fc1_gate, grads.fc1_gate_bias,
+        )  # fmt: skip
 
 
-def refuse_second_derivative() -> None:
+def check_no_double_backward() -> None:
     """Raise in a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():  # in a backward pass, only with `create_graph`
         raise RuntimeError(
@@ -350,7 +355,7 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     opened = (gate != 0).nonzero()
     is_open = opened.tolist()
     made = []
-    for weight, bias in net.makers:
+    for weight, bias in net.up_projections:
         weights = weight.detach().split(size)
         biases = None if bias is None else bias.detach().split(size)
         made.append(x.new_empty(len(is_open), size))
@@ -360,19 +365,19 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
             else:
                 torch.addmv(biases[block], weights[block], samples[sample], out=out)
     hidden = net.activation(made[0])
-    if net.other is not None:
+    if net.fc1_gate is not None:
         hidden = hidden * made[1]
     if net.scaled:
         hidden = hidden * gate[tuple(opened.t())].to(x.dtype).unsqueeze(1)
     total = _initial_outputs(x, net)
     outputs = total.unbind()
-    if net.second[0].stride(0) == 1:  # laid out by unit
+    if net.fc2[0].stride(0) == 1:  # laid out by unit
         counts = torch.bincount(opened[:, 0], minlength=len(x)).tolist()
         parts = zip(outputs, hidden.split(counts), opened[:, 1].split(counts), strict=True)
         for out, units, own in parts:
-            out += _sum_units(units, own, net.second[0].t())
+            out += _sum_units(units, own, net.fc2[0].t())
         return total
-    second_in_blocks = net.second[0].detach().split(size, 1)
+    second_in_blocks = net.fc2[0].detach().split(size, 1)
     for (sample, block), units in zip(is_open, hidden.unbind(), strict=True):
         outputs[sample].addmv_(second_in_blocks[block], units)
     return total

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.files import replacing, write_text
+from dg_lightning.files import atomic_write, write_text
 from dg_lightning.layers.mlp import GatedMLP
 from dg_lightning.runtime import plain
 from dg_lightning.runtime.lowering import PlainNet
@@ -89,7 +89,7 @@ def export(
     x = x.cpu().float()
     writer = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
     extra = json.dumps(preparation)
-    with replacing(output) as unfinished:
+    with atomic_write(output) as unfinished:
         try:
             writer(small, made, unfinished, x, extra)
         except Exception as error:  # writers raise different errors for a full disk

@@ -151,12 +151,12 @@ def activate(
         scale = tl.load(gate + source * blocks + block).to(ACC_DTYPE) if SCALES else 1.0
         for start in range(0, WIDTH, COLUMNS):
             n = start + tl.arange(0, COLUMNS)
-            place = row.to(tl.int64) * WIDTH + n
-            z = tl.load(raw + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            offset = row.to(tl.int64) * WIDTH + n
+            z = tl.load(raw + offset, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
             units = _activate(z, ACTIVATION) * scale
             if MULTIPLIES:
-                units *= tl.load(value + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
-            tl.store(out + place, units.to(out.dtype.element_ty), mask=n < WIDTH)
+                units *= tl.load(value + offset, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            tl.store(out + offset, units.to(out.dtype.element_ty), mask=n < WIDTH)
         row += tl.num_programs(0)
 
 
@@ -209,20 +209,22 @@ def activation_backward(
         total = 0.0
         for start in range(0, WIDTH, COLUMNS):
             n = start + tl.arange(0, COLUMNS)
-            place = row.to(tl.int64) * WIDTH + n
-            gradient = tl.load(grad_hidden + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
-            z = tl.load(raw + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            offset = row.to(tl.int64) * WIDTH + n
+            gradient = tl.load(grad_hidden + offset, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+            z = tl.load(raw + offset, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
             hidden = _activate(z, ACTIVATION)
             if MULTIPLIES:
                 to_value = gradient * hidden * scale
                 tl.store(
-                    grad_value + place, to_value.to(grad_value.dtype.element_ty), mask=n < WIDTH
+                    grad_value + offset, to_value.to(grad_value.dtype.element_ty), mask=n < WIDTH
                 )
-                gradient *= tl.load(value + place, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
+                gradient *= tl.load(value + offset, mask=n < WIDTH, other=0.0).to(ACC_DTYPE)
             if SUMS:
                 total += tl.sum(gradient * hidden, 0)
             gradient *= _activation_grad(z, ACTIVATION) * scale
-            tl.store(grad_hidden + place, gradient.to(grad_hidden.dtype.element_ty), mask=n < WIDTH)
+            tl.store(
+                grad_hidden + offset, gradient.to(grad_hidden.dtype.element_ty), mask=n < WIDTH
+            )
         if SUMS:
             tl.store(grad_gate + pair, total, mask=source >= 0)
         row += tl.num_programs(0)
@@ -241,11 +243,11 @@ def sum_blocks(
     total = tl.zeros([COLUMNS], ACC_DTYPE)
     while row < end:
         r = row + tl.arange(0, ROWS)
-        place = packed + r[:, None].to(tl.int64) * width + n[None, :]
-        total += tl.sum(tl.load(place, mask=(n < width)[None, :], other=0.0).to(ACC_DTYPE), 0)
+        offset = packed + r[:, None].to(tl.int64) * width + n[None, :]
+        total += tl.sum(tl.load(offset, mask=(n < width)[None, :], other=0.0).to(ACC_DTYPE), 0)
         row += ROWS * tl.num_programs(2)
-    place = (part * tl.num_programs(0) + block) * width + n
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=n < width)
+    offset = (part * tl.num_programs(0) + block) * width + n
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=n < width)
 
 
 @triton.jit
@@ -371,9 +373,9 @@ def assign_rows(
     for start in range(0, TILES, CHUNK):
         t = start + tl.arange(0, CHUNK)
         inside = (t[:, None] < tiles) & (b[None, :] < blocks)
-        place = counts + t[:, None] * blocks + b[None, :]
-        count = tl.load(place, mask=inside, other=0)
-        tl.store(place, tl.cumsum(count, 0) - count + first[None, :], mask=inside)
+        offset = counts + t[:, None] * blocks + b[None, :]
+        count = tl.load(offset, mask=inside, other=0)
+        tl.store(offset, tl.cumsum(count, 0) - count + first[None, :], mask=inside)
         first += tl.sum(count, 0)
 
 

@@ -20,7 +20,7 @@ from torchmetrics.functional import r2_score
 from dg_lightning.gates import DynamicGate, Gate, StaticGate
 from dg_lightning.gates.policies import hard_gate, logit_for, open_probability, top_k_mask
 from dg_lightning.layers.mlp import GatedLinear, GatedMLP
-from dg_lightning.runtime.plain import GatedStep, build
+from dg_lightning.runtime.plain import GatedStep, build_plain
 from dg_lightning.runtime.timing import median_seconds
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
@@ -100,7 +100,7 @@ class Layer:
             self.removed |= self.value == 0
 
     @property
-    def readers(self) -> list[PrunableLinear]:
+    def consumers(self) -> list[PrunableLinear]:
         """The maps that read the layer's input."""
         return [self.linear, *self.gate_maps[:1]]
 
@@ -128,8 +128,8 @@ class Layer:
                 f"{self.name}: all {len(self.removed)} units stay, {int(self.removed.sum())} of "
                 "them closed: a layer norm reads all."
             )
-        for reader in after.readers:
-            reader.weight = reader.weight[:, kept]
+        for consumer in after.consumers:
+            consumer.weight = consumer.weight[:, kept]
         self.linear.weight, self.linear.bias = self.linear.weight[kept], self.linear.bias[kept]
         activation = _ACTIVATION_NAMES[type(self.activation)]
         if self.gate_maps:
@@ -189,14 +189,14 @@ class Inputs:
         if isinstance(net.input_norm, nn.LayerNorm):
             self.norm = net.input_norm
             return
-        for reader in first.readers:
-            weight = reader.weight
-            reader.weight = weight * self.value.to(weight.dtype)
+        for consumer in first.consumers:
+            weight = consumer.weight
+            consumer.weight = weight * self.value.to(weight.dtype)
             if isinstance(net.input_norm, nn.BatchNorm1d):
                 # A closed input is 0 before the norm, so only the shift remains after it.
                 scale, shift = _batch_norm_affine(net.input_norm)
-                reader.bias = reader.bias + weight @ shift
-                reader.weight = reader.weight * scale
+                consumer.bias = consumer.bias + weight @ shift
+                consumer.weight = consumer.weight * scale
 
     def emit(self, recipe: "Recipe", selects: bool, multiple: int) -> None:
         """Append the steps before the first layer to the recipe."""
@@ -206,14 +206,16 @@ class Inputs:
                 recipe.notes.append("input_gate: no input is left out: a layer norm reads all.")
             recipe.add_norm(self.norm)
             return
-        read = torch.stack([(reader.weight != 0).any(0) for reader in self.first.readers]).any(0)
+        read = torch.stack(
+            [(consumer.weight != 0).any(0) for consumer in self.first.consumers]
+        ).any(0)
         kept = _round_up_indices(read, multiple)
         if not selects or len(kept) == self.width:
             return
         recipe.add("select", {"index": kept}, size=len(kept))
         recipe.units["inputs"] = (self.width, len(kept))
-        for reader in self.first.readers:
-            reader.weight = reader.weight[:, kept]
+        for consumer in self.first.consumers:
+            consumer.weight = consumer.weight[:, kept]
 
 
 class Recipe:
@@ -234,7 +236,7 @@ class Recipe:
 
     def build_net(self, like: Tensor) -> nn.Sequential:
         """Build the net with the dtype and device of a tensor."""
-        net = build(self.steps)
+        net = build_plain(self.steps)
         net.to(torch.promote_types(like.dtype, torch.float32))
         for module, state in zip(net, self.states, strict=True):
             module.load_state_dict(state)
@@ -357,10 +359,10 @@ def _remove_idle_units(stack: list[Layer]) -> None:
     """Mark units that are never read or constant; fold constants and gates into the next layer."""
     pairs = list(pairwise(stack))
     for layer, after in reversed(pairs):
-        for reader in after.readers:
-            reader.weight *= layer.value.to(reader.weight.dtype)
-            reader.weight[:, layer.removed] = 0
-        read = torch.stack([(reader.weight != 0).any(0) for reader in after.readers]).any(0)
+        for consumer in after.consumers:
+            consumer.weight *= layer.value.to(consumer.weight.dtype)
+            consumer.weight[:, layer.removed] = 0
+        read = torch.stack([(consumer.weight != 0).any(0) for consumer in after.consumers]).any(0)
         layer.removed |= ~read
         if layer.norm is None:
             layer.linear.weight[layer.removed] = 0
@@ -370,9 +372,9 @@ def _remove_idle_units(stack: list[Layer]) -> None:
             continue
         constant = ~(layer.linear.weight != 0).any(1) & ~layer.removed
         outputs = layer.activation(layer.linear.bias) * constant
-        for reader in after.readers:
-            reader.bias = reader.bias + reader.weight @ outputs
-            reader.weight[:, constant] = 0
+        for consumer in after.consumers:
+            consumer.bias = consumer.bias + consumer.weight @ outputs
+            consumer.weight[:, constant] = 0
         layer.removed |= constant
 
 

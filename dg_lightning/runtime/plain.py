@@ -125,7 +125,7 @@ _STEPS: dict[str, Any] = {
 }
 
 
-def build(steps: list[dict[str, Any]]) -> nn.Sequential:
+def build_plain(steps: list[dict[str, Any]]) -> nn.Sequential:
     """Build the net of a recipe, without its weights."""
     made = [dict(step) for step in steps]
     return nn.Sequential(*(_STEPS[step.pop("kind")](**step) for step in made)).eval()
@@ -144,7 +144,7 @@ def load(path: str) -> nn.Sequential:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if recipe["format"] != 1:
         raise ValueError(f"{path} has format {recipe['format']}; this file reads format 1.")
-    net = build(recipe["steps"])
+    net = build_plain(recipe["steps"])
     net.load_state_dict(weights)
     net.preparation = json.loads(about.get("preparation", "null"))
     return net

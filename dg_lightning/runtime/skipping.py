@@ -73,18 +73,18 @@ def lay_out_by_unit(model: nn.Module) -> None:
 
     >>> layer = GatedFeedForward(8, 32)
     >>> lay_out_by_unit(layer)
-    >>> layer.second.weight.stride()
+    >>> layer.fc2.weight.stride()
     (1, 8)
     """
     for module in model.modules():
         if isinstance(module, GatedFeedForward):
-            readers = [module.second]
+            consumers = [module.fc2]
         elif isinstance(module, GatedMLP):
-            readers = [*(layer.linear for layer in module.layers()[1:]), module.output]
+            consumers = [*(layer.linear for layer in module.layers()[1:]), module.output]
         else:
             continue
-        for reader in readers:
-            reader.weight.data = reader.weight.t().contiguous().t()
+        for consumer in consumers:
+            consumer.weight.data = consumer.weight.t().contiguous().t()
 
 
 class Runner:
@@ -104,15 +104,15 @@ class Runner:
         self,
         x: Tensor,
         gate: Gate,
-        first: nn.Linear,
+        fc1: nn.Linear,
         activation: Callable[[Tensor], Tensor],
-        second: nn.Linear,
+        fc2: nn.Linear,
         layer_id: Hashable,
-        other: nn.Linear | None = None,
+        fc1_gate: nn.Linear | None = None,
     ) -> Tensor:
         """Return the output of a feed-forward for rows ``(rows, width)``."""
-        maps = first, elementwise(activation), second
-        net = FeedForward.of(*maps, gate.block_size, other, gate.scale is not None)
+        maps = fc1, elementwise(activation), fc2
+        net = FeedForward.of(*maps, gate.block_size, fc1_gate, gate.scale is not None)
         tensors = (x, *net.tensors, *gate.parameters())
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         name = self._name(x, gate, net, needs_grad, layer_id) if len(x) else "dense"
@@ -141,7 +141,7 @@ class Runner:
         if self.engine != "auto":
             return "blocks" if self.engine == "rows" and needs_grad else self.engine
         few = len(x) <= _MAX_ROWS_BATCH
-        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.first[0].shape)
+        key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.fc1[0].shape)
         # By layer: one may open all blocks where another closes most.
         known = self._fastest.setdefault(layer_id, {})
         if not needs_grad:
@@ -180,14 +180,14 @@ class FeedForwardSkipper:
         gate = layer.applied_gate
         if gate is None or not self._applies(layer, gate):
             return None
-        parts = layer.first, layer.activation, layer.second
+        parts = layer.fc1, layer.activation, layer.fc2
         rows = h.reshape(h.shape[:-1].numel(), h.shape[-1])
-        out = self.runner(rows, gate, *parts, self.layer_id, layer.other)
+        out = self.runner(rows, gate, *parts, self.layer_id, layer.fc1_gate)
         return out.view(*h.shape[:-1], out.shape[-1])
 
     def _applies(self, layer: GatedFeedForward, gate: Gate) -> bool:
         own = vars(gate).get("hooks")  # of `add_gates`
-        parts = gate, layer.first, layer.other, layer.activation, layer.second
+        parts = gate, layer.fc1, layer.fc1_gate, layer.activation, layer.fc2
         modules = [part for part in parts if isinstance(part, nn.Module)]
         return (
             self.runner.may_skip(gate)
@@ -220,8 +220,8 @@ class MLPSkipper:
                 h, pre_activation = layer.finish(h, pre_activation), None
             elif isinstance(layer, GatedLinear) and self._applies(layer, after, net.output):
                 gate: Any = layer.gate
-                reader: Any = net.output if after is None else after.linear
-                parts = layer.linear, layer.activation, reader
+                consumer: Any = net.output if after is None else after.linear
+                parts = layer.linear, layer.activation, consumer
                 pre_activation = self.runner(h, gate, *parts, (self.net_id, index))
             else:
                 h = layer(h)

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dg_lightning.gates import DynamicGate, Gate
 from dg_lightning.gates.base import at_least_float32
 from dg_lightning.runtime import kernels
-from dg_lightning.runtime.engines import FeedForward, Operands, refuse_second_derivative
+from dg_lightning.runtime.engines import FeedForward, Operands, check_no_double_backward
 
 ROWS = 128  # per tile
 _MAX_MEMORY_SHARE = 1 / 8  # of the device memory
@@ -354,20 +354,20 @@ class Packing:
 def run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
     """Compute the open blocks with Triton kernels."""
     with torch.cuda.device_of(x):  # kernels are launched on the current device
-        return _run_triton(x.contiguous(), gate, net, packing)
+        return _run_packed(x.contiguous(), gate, net, packing)
 
 
-def _run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
+def _run_packed(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
     name = activation_name(net.activation)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
     if packing is None:
         packing = Packing(gate)
     # Hidden units, before and after their activation, other units, and outputs.
-    entries = (1 + needs_grad + (net.other is not None)) * net.block_size + len(net.second[0])
+    entries = (1 + needs_grad + (net.fc1_gate is not None)) * net.block_size + len(net.fc2[0])
     packing.fit_to_memory(entries * x.element_size())
     scale = gate.detach().contiguous() if net.scaled else None
-    other = net.other or (None, None)
-    tensors = Operands(x, gate, *net.first, *net.second, *other)
+    fc1_gate = net.fc1_gate or (None, None)
+    tensors = Operands(x, gate, *net.fc1, *net.fc2, *fc1_gate)
     if needs_grad:
         options = net.block_size, name, packing, scale
         out: Tensor = _GatedFeedForward.apply(*options, *tensors)  # type: ignore[no-untyped-call]
@@ -414,28 +414,28 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return outputs, units before activation (None if not kept), gated units, other units."""
 
-    def maker(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def split_blocks(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         by_block = weight.unflatten(0, (-1, block))
         return by_block, None if bias is None else bias.unflatten(0, (-1, block))
 
-    x, _, first, first_bias, second, second_bias, other, other_bias = tensors
+    x, _, fc1, fc1_bias, fc2, fc2_bias, fc1_gate, fc1_gate_bias = tensors
     value = None
-    if other is not None:
-        value = packing.product(x, *maker(other, other_bias), gathers=True)
+    if fc1_gate is not None:
+        value = packing.product(x, *split_blocks(fc1_gate, fc1_gate_bias), gathers=True)
     how: Any = {"activation": activation, "gate": scale, "value": value}
     raw = None
     if keeps_raw:
-        raw = packing.product(x, *maker(first, first_bias), gathers=True)
+        raw = packing.product(x, *split_blocks(fc1, fc1_bias), gathers=True)
         units = packing.activate(raw, **how)
     else:
-        units = packing.product(x, *maker(first, first_bias), gathers=True, **how)
-    packed = packing.product(units, _by_block(second, block))
-    return packing.sum_samples(packed, second_bias), raw, units, value
+        units = packing.product(x, *split_blocks(fc1, fc1_bias), gathers=True, **how)
+    packed = packing.product(units, _by_block(fc2, block))
+    return packing.sum_samples(packed, fc2_bias), raw, units, value
 
 
-def _by_block(second: Tensor, block: int) -> Tensor:
+def _by_block(fc2: Tensor, block: int) -> Tensor:
     """Return the second weights as ``(blocks, outputs, units)``."""
-    by_block: Tensor = second.unflatten(1, (-1, block)).transpose(0, 1)
+    by_block: Tensor = fc2.unflatten(1, (-1, block)).transpose(0, 1)
     return by_block
 
 
@@ -453,7 +453,7 @@ class _GatedFeedForward(torch.autograd.Function):
         options = block, activation, packing, scale
         out, raw, units, value = _forward(given, *options, keeps_raw=True)
         ctx.save_for_backward(
-            given.x, given.first, given.second, given.other, raw, units, value, scale
+            given.x, given.fc1, given.fc2, given.fc1_gate, raw, units, value, scale
         )
         ctx.block, ctx.activation, ctx.packing = block, activation, packing
         ctx.gate_type = given.gate.dtype
@@ -461,29 +461,29 @@ class _GatedFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        refuse_second_derivative()
-        x, first, second, other, raw, units, value, scale = ctx.saved_tensors
+        check_no_double_backward()
+        x, fc1, fc2, fc1_gate, raw, units, value, scale = ctx.saved_tensors
         packing: Packing = ctx.packing
         wanted = Operands(*ctx.needs_input_grad[4:])
         grads: dict[str, Tensor | None] = {}
         # Padding rows are 0 here, and therefore in everything below.
         grad_rows = packing.gather(grad_output.contiguous())
-        grad_raw = packing.product(grad_rows, _by_block(second, ctx.block).transpose(1, 2))
-        if wanted.second:
-            grads["second"] = _grad_w2(packing, grad_rows, units, second)
-        if wanted.second_bias:
-            grads["second_bias"] = grad_output.sum(0)
+        grad_raw = packing.product(grad_rows, _by_block(fc2, ctx.block).transpose(1, 2))
+        if wanted.fc2:
+            grads["fc2"] = _grad_w2(packing, grad_rows, units, fc2)
+        if wanted.fc2_bias:
+            grads["fc2_bias"] = grad_output.sum(0)
         # The gradient of an open gate is the sum of this times its units before scaling.
         grad_gate, grad_value = packing.activation_backward(
             grad_raw, raw, ctx.activation, scale, value, wanted.gate
         )
         grads["gate"] = None if grad_gate is None else grad_gate.to(ctx.gate_type)
-        makers = [("first", grad_raw, first)]
+        up_projections = [("fc1", grad_raw, fc1)]
         if grad_value is not None:
-            makers.append(("other", grad_value, other))
-        rows = packing.gather(x) if wanted.first or wanted.other else x
+            up_projections.append(("fc1_gate", grad_value, fc1_gate))
+        rows = packing.gather(x) if wanted.fc1 or wanted.fc1_gate else x
         grad_x: Tensor | None = None
-        for name, gradient, weight in makers:
+        for name, gradient, weight in up_projections:
             if getattr(wanted, name):
                 grads[name] = packing.outer(gradient, rows).flatten(0, 1)
             if getattr(wanted, f"{name}_bias"):
@@ -492,11 +492,11 @@ class _GatedFeedForward(torch.autograd.Function):
                 back = weight.unflatten(0, (-1, ctx.block)).transpose(1, 2)
                 part = packing.sum_samples(packing.product(gradient, back))
                 grad_x = part if grad_x is None else grad_x + part
-        return None, None, None, None, grad_x, *(grads.get(name) for name in Operands._fields[1:])
+        return None, None, None, None, *Operands(x=grad_x, **grads)
 
 
-def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, second: Tensor) -> Tensor:
+def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, fc2: Tensor) -> Tensor:
     """Return the gradient of the second weight, in the memory layout of the weight."""
-    if second.stride(0) == 1:  # stored by unit
+    if fc2.stride(0) == 1:  # stored by unit
         return packing.outer(hidden, grad_rows).flatten(0, 1).t()
     return packing.outer(grad_rows, hidden).transpose(0, 1).flatten(1)

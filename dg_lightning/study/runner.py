@@ -18,10 +18,10 @@ import torch
 from typing_extensions import override
 
 from dg_lightning.callbacks import BudgetController
+from dg_lightning.cli_error import CLIError
 from dg_lightning.compute.macs import needed_parameters
 from dg_lightning.compute.metric import ComputeReport
 from dg_lightning.files import write_text
-from dg_lightning.refusal import Refusal
 from dg_lightning.study.report import write_report
 from dg_lightning.study.settings import PlannedTrial, Variant, expand_seeds, plan_trials
 from dg_lightning.study.shared import (
@@ -43,7 +43,7 @@ from dg_lightning.study.tables import (
 )
 
 
-class Stopwatch(pl.Callback):
+class RunRecorder(pl.Callback):
     """Measures training time, and records the validation accuracy of every epoch."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ def log_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.log")
 
 
-def run_folder(output: Path, variant: str, seed: int) -> Path:
+def trial_folder(output: Path, variant: str, seed: int) -> Path:
     """Return the folder of a trial's config, metrics and checkpoint."""
     return output / "runs" / variant / f"seed_{seed}"
 
@@ -153,15 +153,15 @@ def train_and_test(
         trial: The trial.
         output: Folder of the study.
     """
-    stopwatch = Stopwatch()
-    folder = run_folder(output, trial.variant, trial.seed)
+    stopwatch = RunRecorder()
+    folder = trial_folder(output, trial.variant, trial.seed)
     cli, logged = train(run_command, trial.arguments, folder, [stopwatch], test=True)
     rule = published(table)["rule"]
     return {"dataset": dataset, **_row(rule, trial, cli, logged, stopwatch)}
 
 
 def _row(
-    rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], timer: Stopwatch
+    rule: str | None, trial: PlannedTrial, cli: Any, logged: Mapping[str, float], timer: RunRecorder
 ) -> dict[str, Any]:
     score = next((name for name in ("accuracy", "r2") if f"test/{name}" in logged), None)
     if score is None:
@@ -308,8 +308,8 @@ class Study:
         plan = next(plan for plan in self.planned() if plan.fingerprint == fingerprint)
         try:
             row = train_and_test(run_command, self.dataset, self.table, plan, self.folder)
-        except (Exception, Refusal) as error:
-            folder = run_folder(self.folder, plan.variant, plan.seed)
+        except (Exception, CLIError) as error:
+            folder = trial_folder(self.folder, plan.variant, plan.seed)
             with log_path(folder).open("a", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
             shared.fail(trial, error_summary(error))
@@ -397,7 +397,7 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     epochs = [
         {"variant": row["variant"], "seed": row["seed"], **epoch}
         for row in rows
-        for metrics in [run_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
+        for metrics in [trial_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
         if row["status"] == "complete" and metrics.exists()  # else trained on another machine
         for epoch in epoch_rows(metrics)
     ]

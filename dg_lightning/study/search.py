@@ -18,10 +18,10 @@ from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESample
 from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
+from dg_lightning.cli_error import CLIError
 from dg_lightning.configs import config_path
 from dg_lightning.files import write_text
-from dg_lightning.refusal import Refusal
-from dg_lightning.study.runner import Stopwatch, error_summary, train
+from dg_lightning.study.runner import RunRecorder, error_summary, train
 from dg_lightning.study.settings import as_option, training_inputs
 from dg_lightning.study.shared import (
     RunCommand,
@@ -246,7 +246,7 @@ class Search:
         seed: Seed of the sampler and of every run.
         dominated_by: Prune a run once this many others were more accurate and not more expensive
             at the same epoch; None disables pruning.
-        give_up_after: Share of the epochs before which no run is pruned.
+        min_prune_fraction: Share of the epochs before which no run is pruned.
         name: Name of the search in the storage, which may hold several.
         storage: URL of a database shared by workers on many machines; a file in `output` if None.
         workers: Number of training processes on this machine.
@@ -263,7 +263,7 @@ class Search:
     sampler: Literal["tpe", "nsga2", "random", "grid"] = "tpe"
     seed: int = 0
     dominated_by: int | None = 3
-    give_up_after: float = 0.5
+    min_prune_fraction: float = 0.5
     name: str = "search"
     storage: str | None = None
     workers: int = 1
@@ -314,12 +314,12 @@ class Search:
             values = None if is_baseline else {p.name: p.suggest(trial) for p in self.parameters}
             pruning = DominancePruning(self, shared, trial)
             folder = self.folder / "runs" / "trials" / f"trial_{trial.number}"
-            stopwatch = Stopwatch()
+            stopwatch = RunRecorder()
             callbacks = [stopwatch, pruning]
             cli, _ = train(run_command, self.arguments(values), folder, callbacks, test=False)
         except optuna.TrialPruned as reason:
             shared.prune(trial, str(reason))
-        except (Exception, Refusal) as error:
+        except (Exception, CLIError) as error:
             shared.fail(trial, error_summary(error))
         else:
             objectives = list(_objectives(cli.trainer.callback_metrics))
@@ -372,7 +372,7 @@ class DominancePruning(pl.Callback):
             return
         self.curve.append(_objectives(trainer.callback_metrics))
         self.trial.set_user_attr("curve", self.curve)
-        may_prune = len(self.curve) >= self.search.give_up_after * (trainer.max_epochs or 0)
+        may_prune = len(self.curve) >= self.search.min_prune_fraction * (trainer.max_epochs or 0)
         is_baseline = self.trial.user_attrs.get("kind") == _BASELINE
         if self.search.dominated_by is None or is_baseline or not may_prune:
             return
@@ -407,12 +407,12 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     shared = search.open()
     trials = shared.trials(*TrialState)
     fingerprint = hashlib.sha256(search.fingerprint.encode()).hexdigest()
-    if shared.study.user_attrs.get("asked", fingerprint) != fingerprint:
+    if shared.study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(
             f"{search.folder} holds a search with other settings: give another `output`, or the "
             "settings it was started with."
         )
-    shared.study.set_user_attr("asked", fingerprint)
+    shared.study.set_user_attr("fingerprint", fingerprint)
     not_failed = [trial for trial in trials if trial.state is not TrialState.FAIL]
     if not any(trial.user_attrs.get("kind") == _BASELINE for trial in not_failed):
         shared.enqueue({}, {"kind": _BASELINE})

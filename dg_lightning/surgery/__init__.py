@@ -7,13 +7,13 @@ callbacks then train. `remove_gates` takes them out; `compact` takes out what th
 
 from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
-from .finding import Found, Units, find_units
+from .finding import Units, UnitSearchResult, find_units
 from .gating import add_gates, remove_gates, restore_gates
 
 __all__ = [
     "CompactModel",
     "Converted",
-    "Found",
+    "UnitSearchResult",
     "Units",
     "add_gates",
     "compact",

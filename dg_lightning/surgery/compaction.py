@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dg_lightning.compute.macs import as_matrix, weight_axes
-from dg_lightning.files import replacing, write_text
+from dg_lightning.files import atomic_write, write_text
 from dg_lightning.gates import Gate, gate_layers, set_connections
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
-from dg_lightning.surgery.finding import Found, Units, find_units
+from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
-from dg_lightning.surgery.watching import Watch
+from dg_lightning.surgery.watching import OutputComparison
 
 _MAKES = ("out_features", "out_channels", "nf")  # attributes of maps: their outputs, their inputs
 _READS = ("in_features", "in_channels", "nx")
@@ -85,7 +85,7 @@ class Edit:
                 if number in kept or number == units.blocks:
                     self.set_number(name, key, int(kept.get(number, is_open).sum()))
 
-    def numbers_to_follow(self, units: Units, is_open: Tensor) -> dict[tuple[str, str], int]:
+    def size_attributes(self, units: Units, is_open: Tensor) -> dict[tuple[str, str], int]:
         """Return numbers of the modules around the maps that may be those of units."""
         widths = [units.size, *(len(blocks) for blocks in units.producers.values())]
 
@@ -94,7 +94,7 @@ class Edit:
 
         return {
             (name, key): number // units.blocks * int(is_open.sum())
-            for name in _homes(units)
+            for name in _enclosing_modules(units)
             for key, number in _numbers(self.model.get_submodule(name))
             if number > 0 and follows(number)
         }
@@ -167,7 +167,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, int]]:
     return [(key, value) for key, value in vars(module).items() if type(value) is int]
 
 
-def _homes(units: Units) -> list[str]:
+def _enclosing_modules(units: Units) -> list[str]:
     """Return the modules around the maps, up to the innermost one that holds them all."""
     names = [*units.producers, units.consumer]
     parents = [name.split(".")[:-1] for name in names]
@@ -286,7 +286,7 @@ def compact(
     for child in small.modules():
         set_connections(child, None)  # the shapes are about to change; missing ones weigh 0
     examples = [example, *more_examples]
-    watch = Watch(small, examples)
+    watch = OutputComparison(small, examples)
     gated, notes = _own_units(small, own, examples)
     names = [*added, *(name for name in gated if name not in added)]
     expected = watch.look(*names)
@@ -297,7 +297,7 @@ def compact(
             layer.gate = None
     _fold_input_gates(small)
     gated |= added
-    is_open = {name: _close_for_good(small, *gated[name], multiple) for name in gated}
+    is_open = {name: _fold_gate(small, *gated[name], multiple) for name in gated}
     if not watch.is_same(expected, *names):
         raise ValueError(
             f"With weights of 0 in place of closed units {type(model).__name__} does not compute "
@@ -306,7 +306,7 @@ def compact(
     result = CompactModel(small, notes=notes, unused=watch.unused_parameters())
     for name, (units, gate) in gated.items():
         if not is_open[name].all():
-            _take_out(result, units, is_open[name], watch)
+            _remove_units(result, units, is_open[name], watch)
         if not bool((gate(torch.zeros(1, device=gate.threshold.device)) != 0).any()):
             result.notes.append(
                 f"{name}: all {units.kind} are closed, one stays: a layer needs one."
@@ -337,7 +337,7 @@ def _own_units(
     try:
         found = find_units(model, examples[0], examples[1:])
     except Exception as error:  # of a model that reads its gates
-        found = Found({}, {}, {})
+        found = UnitSearchResult({}, {}, {})
         reason = " ".join(f"without its gates the model fails ({error})".split())
     else:
         reason = "no map reads these units alone"
@@ -346,7 +346,7 @@ def _own_units(
             layer.gate = gate
     gated, notes = {}, []
     for layer, (name, gate) in gates.items():
-        producer = names[layer.linear if isinstance(layer, GatedLinear) else layer.first]
+        producer = names[layer.linear if isinstance(layer, GatedLinear) else layer.fc1]
         consumers = [c for c, units in found.units.items() if producer in units.producers]
         if len(consumers) == 1 and found.units[consumers[0]].size == gate.units:
             gated[consumers[0]] = found.units[consumers[0]], gate
@@ -389,7 +389,7 @@ def _add_note(model: nn.Module, args: Any, output: Any) -> None:
             error.add_note(note)
 
 
-def _close_for_good(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:
+def _fold_gate(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:
     """Multiply weights by a static gate, and return which blocks are kept, at least one."""
     consumer: Any = model.get_submodule(units.consumer)
     value: Tensor = gate.eval()(torch.zeros(1, device=gate.threshold.device))
@@ -402,11 +402,13 @@ def _close_for_good(model: nn.Module, units: Units, gate: Gate, multiple: int) -
     return torch.zeros_like(is_open).index_fill(0, kept, True)
 
 
-def _take_out(result: CompactModel, units: Units, is_open: Tensor, watch: Watch) -> None:
+def _remove_units(
+    result: CompactModel, units: Units, is_open: Tensor, watch: OutputComparison
+) -> None:
     expected = watch.look(units.consumer)
     edit = Edit(result.model)
     edit.shrink(units, is_open)
-    numbers = edit.numbers_to_follow(units, is_open)
+    numbers = edit.size_attributes(units, is_open)
     shrunk = len(edit.changes)
     for chosen in _subsets(list(numbers)):
         for name, key in chosen:
@@ -449,7 +451,7 @@ def save_compact(result: CompactModel, path: str | Path) -> None:
 
     path = Path(path)
     recipe = {"format": _FORMAT, "attributes": result.attributes, "units": result.units}
-    with replacing(path) as unfinished:
+    with atomic_write(path) as unfinished:
         save_model(result.model, str(unfinished))
     write_text(_recipe(path), json.dumps(recipe, indent=1))
 

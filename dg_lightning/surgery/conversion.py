@@ -19,12 +19,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from dg_lightning.budget import GateBudget, gate_budgets
 from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.gates import Gate, GateSettings, gate_layers
-from dg_lightning.gates.protocol import matching
-from dg_lightning.surgery.finding import Found, Units, find_units
-from dg_lightning.surgery.gating import attach_gates, make_gates
+from dg_lightning.gates.protocol import filter_by_name
+from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
+from dg_lightning.surgery.gating import build_gates, register_gates
 from dg_lightning.surgery.recording import first_tensor
 
-_ROUNDS = 10
+_MAX_RUNS = 10
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
     drawn = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
     centres = points[drawn[: len(points) // size].to(points.device)]
     block = torch.zeros(len(points), dtype=torch.long, device=points.device)
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_RUNS):
         before, block = block, _assign(points @ centres.t(), size)
         if torch.equal(block, before):
             break
@@ -108,7 +108,7 @@ _LEARNING_RATE = 3e-3
 
 @contextmanager
 def _recording(
-    model: nn.Module, found: Found
+    model: nn.Module, found: UnitSearchResult
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Record what the producers and the consumers of units are called with, by consumer."""
     inputs: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ def _weights(model: nn.Module, group: Units) -> Tensor:
 
 @torch.no_grad()
 def cluster(
-    model: nn.Module, found: Found, gates: Mapping[str, Gate], run: Loss, batch: Any
+    model: nn.Module, found: UnitSearchResult, gates: Mapping[str, Gate], run: Loss, batch: Any
 ) -> None:
     """Make units neighbours that are active together, by the tokens of a batch."""
     model.eval()
@@ -168,7 +168,7 @@ def cluster(
 
 def teach(
     model: nn.Module,
-    found: Found,
+    found: UnitSearchResult,
     gates: Mapping[str, Gate],
     run: Loss,
     batches: Iterable[Any],
@@ -235,7 +235,7 @@ class Converted:
     used: float
     loss_before: float
     loss_after: float
-    found: Found
+    found: UnitSearchResult
     settings: Mapping[str, GateSettings]
 
     def __str__(self) -> str:
@@ -301,7 +301,7 @@ def convert(
         )
     evaluate = _loss_of(model) if loss is None else loss
     found = _feed_forwards(model, example, only)
-    gates = make_gates(model, found, settings)
+    gates = build_gates(model, found, settings)
     share = budget - _decision_share(gates)
     if share <= 0:
         raise ValueError(
@@ -325,7 +325,7 @@ def convert(
         return bar
 
     teach(model, found, gates, run, shown("Teaching gates", teach_steps), share)
-    attach_gates(model, found, gates)
+    register_gates(model, found, gates)
     _tune(model, gates, run, shown("Training on", tune_steps), tune_steps, share, learning_rate)
     used = _land(model, gates, run, held_out[:_LANDED_BY], share) + budget - share
     after = _mean_loss(model, run, held_out)
@@ -365,20 +365,20 @@ def _on_device(loss: Loss, device: torch.device) -> Loss:
     return run
 
 
-def _feed_forwards(model: nn.Module, example: Any, only: list[str] | None) -> Found:
+def _feed_forwards(model: nn.Module, example: Any, only: list[str] | None) -> UnitSearchResult:
     found = find_units(model, example)
     units = {
         name: u
         for name, u in found.units.items()
-        if u.kind == "feed_forward" and u.by_position and not u.between
+        if u.kind == "feed_forward" and u.is_tokenwise and not u.between
     }
     if not units:
         raise ValueError(
             f"{type(model).__name__} has no feed-forward to convert: "
             f"{'; '.join(found.reasons()) or 'none was found'}."
         )
-    units = matching(units, only, "map with units to gate")
-    return Found(units, found.left_alone, found.positions)
+    units = filter_by_name(units, only, "map with units to gate")
+    return UnitSearchResult(units, found.skipped, found.calls_per_sample)
 
 
 def _decision_share(gates: Mapping[str, Gate]) -> float:

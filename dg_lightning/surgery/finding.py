@@ -15,7 +15,7 @@ from dg_lightning.surgery.watching import units_read_elsewhere
 
 Kind: TypeAlias = Literal["feed_forward", "heads", "channels"]
 
-_MOST = 0.9  # of a map's outputs, which tell the order of the others
+_MIN_KNOWN_SHARE = 0.9  # of a map's outputs, which tell the order of the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Units:
         consumer: The map that reads them.
         size: The number of inputs of the consumer.
         block_size: The number of neighbouring inputs that close together.
-        by_position: Whether each position of the consumer's input depends on the same position of
+        is_tokenwise: Whether each position of the consumer's input depends on the same position of
             the producers' alone, as a gate that decides by position needs.
         between: Modules with weights on the way from producers to consumer, such as norms.
         is_known: Whether they are known to go their own ways, so that closed ones need not be made.
@@ -39,9 +39,9 @@ class Units:
     consumer: str
     size: int
     block_size: int
-    by_position: bool
+    is_tokenwise: bool
     between: tuple[str, ...] = ()
-    is_known: bool = True
+    is_independent: bool = True
 
     @property
     def blocks(self) -> int:
@@ -71,7 +71,7 @@ class Probe:
         self._by_position = True
         self._changes = False
 
-    def look(self, call: Call, sources: list[Call]) -> None:
+    def update(self, call: Call, sources: list[Call]) -> None:
         """Look at a recording: smaller blocks that do not fit are given up."""
         if [s.name for s in sources] != [s.name for s in self.sources]:
             self._changes = True  # by another path than before
@@ -105,7 +105,7 @@ class Probe:
         known = torch.stack([one | zero for one, zero in pairs]).all(0)
         in_order = torch.arange(len(known), device="cpu") // max(len(known) // self._blocks, 1)
         # A few outputs may be inactive whatever the noise, as behind negative weights and a ReLU.
-        if known.float().mean() > _MOST and torch.equal(number[known], in_order[known]):
+        if known.float().mean() > _MIN_KNOWN_SHARE and torch.equal(number[known], in_order[known]):
             return in_order
         return torch.where(known, number, -1)
 
@@ -126,7 +126,7 @@ class Probe:
                 return False
         return True
 
-    def why_not(self) -> str | None:
+    def rejection_reason(self) -> str | None:
         """Return why the inputs are no units of their own; None if they are."""
         if self._changes:
             return "what it reads depends on the input"
@@ -147,9 +147,9 @@ class Probe:
         if max(kernels) > 1 or grouped or (convolves and size > 1):
             kind = "channels"
         producers = {s.name: self._rows(i) for i, s in enumerate(self.sources)}
-        by_position = self._by_position and not convolves
+        is_tokenwise = self._by_position and not convolves
         return Units(
-            kind, producers, self.consumer.name, self.inputs, size, by_position, tuple(between)
+            kind, producers, self.consumer.name, self.inputs, size, is_tokenwise, tuple(between)
         )
 
 
@@ -190,31 +190,33 @@ def _is_by_position(call: Call, sources: list[Call]) -> bool:
     return True
 
 
-_SCALES = (1.0, 30.0)  # of noise
-_ROUNDS = 24  # runs with other noise, for units that were inactive before
+_NOISE_SCALES = (1.0, 30.0)  # of noise
+_MAX_RUNS = 24  # runs with other noise, for units that were inactive before
+_NAMES_OF_0_2 = {"by_position": "is_tokenwise", "is_known": "is_independent"}
 _REASONS = 6  # that are printed
 _READ_ELSEWHERE = "what it reads is read elsewhere too"
 
 
 @dataclass(frozen=True)
-class Found:
+class UnitSearchResult:
     """What can be gated in a model, and why the inputs of other maps cannot, by the maps' names."""
 
     units: dict[str, Units]
-    left_alone: dict[str, str]
-    positions: dict[str, int]  # how often each map runs for a sample
+    skipped: dict[str, str]
+    calls_per_sample: dict[str, int]  # how often each map runs for a sample
 
     def state(self) -> dict[str, Any]:
         """Return it as plain values and tensors, without reasons, for a checkpoint."""
         units = {name: {**vars(u), "between": list(u.between)} for name, u in self.units.items()}
-        return {"units": units, "positions": self.positions}
+        return {"units": units, "positions": self.calls_per_sample}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Found":
-        """Return what `state` has returned."""
-        units = {
-            n: Units(**{**u, "between": tuple(u["between"])}) for n, u in state["units"].items()
-        }
+    def from_state(cls, state: Mapping[str, Any]) -> "UnitSearchResult":
+        """Inverse of `state`; accepts the names of version 0.2."""
+        units = {}
+        for name, saved in state["units"].items():
+            values = {_NAMES_OF_0_2.get(key, key): value for key, value in saved.items()}
+            units[name] = Units(**{**values, "between": tuple(values["between"])})
         return cls(units, {}, dict(state["positions"]))
 
     def __str__(self) -> str:
@@ -224,7 +226,7 @@ class Found:
     def reasons(self) -> list[str]:
         """Return a line for each map that was left alone, at most a few for one reason."""
         by_reason: dict[str, list[str]] = {}
-        for name, reason in self.left_alone.items():
+        for name, reason in self.skipped.items():
             by_reason.setdefault(reason, []).append(name)
         return [
             f"{', '.join(names[:_REASONS])}{' ...' if len(names) > _REASONS else ''}: left alone, "
@@ -234,7 +236,9 @@ class Found:
 
 
 @torch.enable_grad()
-def find_units(model: nn.Module, example: Any = None, more_examples: Sequence[Any] = ()) -> Found:
+def find_units(
+    model: nn.Module, example: Any = None, more_examples: Sequence[Any] = ()
+) -> UnitSearchResult:
     """Return what can be gated in a model. The model is left as it was.
 
     Args:
@@ -256,41 +260,39 @@ def find_units(model: nn.Module, example: Any = None, more_examples: Sequence[An
         )
     examples = [example, *more_examples]
     probes: dict[str, Probe] = {}
-    left_alone: dict[str, str | None] = {}
-    for seed in range(_ROUNDS):
+    skipped: dict[str, str | None] = {}
+    for seed in range(_MAX_RUNS):
         # Some units are mixed only where they are large.
-        scale = _SCALES[seed % len(_SCALES)]
+        scale = _NOISE_SCALES[seed % len(_NOISE_SCALES)]
         graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
         for graph, call in _calls(graphs):
-            left_alone[call.name] = left_alone.get(call.name) or graph.why_not(call)
-            if left_alone[call.name] is None:
+            skipped[call.name] = skipped.get(call.name) or graph.rejection_reason(call)
+            if skipped[call.name] is None:
                 sources = graph.sources(call)
-                probes.setdefault(call.name, Probe(call, sources)).look(call, sources)
-        if seed + 1 >= len(_SCALES) and all(probe.done for probe in probes.values()):
+                probes.setdefault(call.name, Probe(call, sources)).update(call, sources)
+        if seed + 1 >= len(_NOISE_SCALES) and all(probe.done for probe in probes.values()):
             break
     for name in _read_in_other_branches(graphs):
-        left_alone[name] = left_alone[name] or _READ_ELSEWHERE
-    probes = {name: probe for name, probe in probes.items() if left_alone[name] is None}
-    left_alone |= {name: probe.why_not() for name, probe in probes.items()}
-    left_alone |= _not_run(model, graphs)
+        skipped[name] = skipped[name] or _READ_ELSEWHERE
+    probes = {name: probe for name, probe in probes.items() if skipped[name] is None}
+    skipped |= {name: probe.rejection_reason() for name, probe in probes.items()}
+    skipped |= _not_run(model, graphs)
     between: dict[str, dict[str, nn.Module]] = {}
-    positions: dict[str, int] = {}
+    calls_per_sample: dict[str, int] = {}
     for graph, call in _calls(graphs):
         between[call.name] = between.get(call.name, {}) | graph.between(call)
-        positions.setdefault(call.name, _positions(call, graph.batch))
+        calls_per_sample.setdefault(call.name, _calls_per_sample(call, graph.batch))
     units = {
-        name: probe.units(between[name])
-        for name, probe in probes.items()
-        if left_alone[name] is None
+        name: probe.units(between[name]) for name, probe in probes.items() if skipped[name] is None
     }
     for name in units_read_elsewhere(model, examples, units):
         del units[name]
-        left_alone[name] = (
+        skipped[name] = (
             "its units change outputs even where they are closed, as by a top-k mask, a detached "
             "norm or a weight that is used twice"
         )
-    reasons = {name: reason for name, reason in left_alone.items() if reason is not None}
-    return Found(units, reasons, positions)
+    reasons = {name: reason for name, reason in skipped.items() if reason is not None}
+    return UnitSearchResult(units, reasons, calls_per_sample)
 
 
 class _Graph:
@@ -335,7 +337,7 @@ class _Graph:
             if output.grad_fn in behind
         }
 
-    def why_not(self, call: Call) -> str | None:
+    def rejection_reason(self, call: Call) -> str | None:
         """Return why the inputs of a map are no units of their own; None if they may be."""
         sources = self.sources(call)
         if call.module in self._gated:
@@ -436,6 +438,6 @@ def _tied_modules(model: nn.Module) -> set[nn.Module]:
     return {child for shared in owners.values() if len(shared) > 1 for child in shared}
 
 
-def _positions(call: Call, batch: int) -> int:
+def _calls_per_sample(call: Call, batch: int) -> int:
     outputs = call.leaf.shape[unit_axis(call.module)]
     return max(call.leaf.numel() // (outputs * batch), 1)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dg_lightning.compute.macs import as_matrix, is_linear_map, set_positions, unit_axis
+from dg_lightning.compute.macs import as_matrix, is_linear_map, set_calls_per_sample, unit_axis
 from dg_lightning.gates import Feeds, Gate, GateSettings, gate_layers, make_gate
-from dg_lightning.gates.protocol import matching
-from dg_lightning.surgery.finding import Found, Units, find_units
+from dg_lightning.gates.protocol import filter_by_name
+from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
 
 _GATE = "dg_gate"  # the attribute of a map under which the gate of its inputs lives
@@ -37,16 +37,18 @@ class Hooks:
         producer, (consumer,) = gate.feeds.producer, gate.feeds.consumers
         self.axis = unit_axis(consumer)
         self._open: Tensor | None = None
-        self.handles = [consumer.register_forward_pre_hook(self.close, with_kwargs=True)]
+        self.handles = [consumer.register_forward_pre_hook(self.apply_gate, with_kwargs=True)]
         if producer is not None and gate.input_dependent:
-            decide = producer.register_forward_pre_hook(self.decide, with_kwargs=True)
-            self.handles.append(decide)
+            compute_gate = producer.register_forward_pre_hook(self.compute_gate, with_kwargs=True)
+            self.handles.append(compute_gate)
 
-    def decide(self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compute_gate(
+        self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Decide by the producer's input."""
         self._open = self.gate(first_tensor(args, kwargs))
 
-    def close(
+    def apply_gate(
         self, consumer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Multiply the consumer's input by the gate."""
@@ -76,7 +78,7 @@ def add_gates(
     only: Sequence[str] | None = None,
     example: Any = None,
     more_examples: Sequence[Any] = (),
-) -> Found:
+) -> UnitSearchResult:
     """Put gates on the units, attention heads or channels of a model, however it is built.
 
     Nothing of the model is replaced: its modules, its class and the keys of its state dict stay. A
@@ -117,7 +119,7 @@ def add_gates(
             "settings at once, or take them out first (`remove_gates`)."
         )
     if pairs:
-        found = Found({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
+        found = UnitSearchResult({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
     else:
         found = find_units(model, example, more_examples)
     units = {name: u for name, u in found.units.items() if u.kind in settings}
@@ -128,30 +130,32 @@ def add_gates(
             f"{' and '.join(f'`{kind}`' for kind in missing)}: "
             f"{'; '.join(found.reasons()) or 'no linear map ran'}."
         )
-    units = matching(units, only, "map with units to gate")
-    found = Found(units, found.left_alone, found.positions)
-    put_gates(model, found, settings)
+    units = filter_by_name(units, only, "map with units to gate")
+    found = UnitSearchResult(units, found.skipped, found.calls_per_sample)
+    install_gates(model, found, settings)
     return found
 
 
-def put_gates(model: nn.Module, found: Found, settings: Mapping[str, GateSettings]) -> None:
+def install_gates(
+    model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
+) -> None:
     """Put gates on the units that were found, with the settings of their kind."""
-    attach_gates(model, found, make_gates(model, found, settings))
+    register_gates(model, found, build_gates(model, found, settings))
 
 
-def make_gates(
-    model: nn.Module, found: Found, settings: Mapping[str, GateSettings]
+def build_gates(
+    model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
 ) -> dict[str, Gate]:
     """Return a gate for the units of each map that reads some, which knows the maps around it."""
     return {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
 
 
-def attach_gates(model: nn.Module, found: Found, gates: Mapping[str, Gate]) -> None:
+def register_gates(model: nn.Module, found: UnitSearchResult, gates: Mapping[str, Gate]) -> None:
     """Put gates into a model, where they act from now on."""
     for name, gate in gates.items():
         _attach(model, found.units[name], gate)
-    for name, count in found.positions.items():
-        set_positions(model.get_submodule(name), count)
+    for name, count in found.calls_per_sample.items():
+        set_calls_per_sample(model.get_submodule(name), count)
     for child in model.modules():
         if isinstance(child, nn.TransformerEncoder):
             # Nested tensors, which it makes of padded ones, cannot be multiplied by gates.
@@ -186,7 +190,7 @@ def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
                 "already: one gate is enough."
             )
     rows = {producer: torch.arange(widths[0], device="cpu")}
-    return Units("feed_forward", rows, consumer, widths[0], 1, True, is_known=False)
+    return Units("feed_forward", rows, consumer, widths[0], 1, True, is_independent=False)
 
 
 def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
@@ -200,7 +204,7 @@ def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
         producer.weight.device,
         producer.weight.dtype,
     )
-    if gate.input_dependent and not (units.kind == "feed_forward" and units.by_position):
+    if gate.input_dependent and not (units.kind == "feed_forward" and units.is_tokenwise):
         raise ValueError(
             f"The {units.kind} of {units.consumer} cannot be decided by the input, position by "
             "position: take static gates."
@@ -219,7 +223,7 @@ def _feeds(model: nn.Module, units: Units, gate: Gate) -> Feeds:
     in_order = torch.arange(units.size, device="cpu") // gate.block_size
     return Feeds(
         producer,
-        skips_rows=units.is_known,
+        skips_rows=units.is_independent,
         consumers=(consumer,),
         partners=tuple(partners),
         rows={module: row for module, row in rows.items() if not torch.equal(row, in_order)},
@@ -245,7 +249,7 @@ def remove_gates(model: nn.Module) -> None:
             for handle in vars(gate)["hooks"].handles:
                 handle.remove()
             delattr(child, _GATE)
-        set_positions(child, None)
+        set_calls_per_sample(child, None)
         if _NESTED in vars(child):
             child.use_nested_tensor = vars(child).pop(_NESTED)
     _forget_compiled()
@@ -258,7 +262,7 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         if saved is not None:
             try:
                 part = model.get_submodule(saved["module"])
-                found, settings = Found.from_state(saved["found"]), saved["settings"]
+                found, settings = UnitSearchResult.from_state(saved["found"]), saved["settings"]
                 for units in found.units.values():
                     _check_units(part, units, settings)
             except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -266,7 +270,7 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
                     f"The checkpoint holds gates that do not fit {type(model).__name__} ({error})."
                 ) from error
             if not gated_units(part):
-                put_gates(part, found, settings)
+                install_gates(part, found, settings)
 
 
 def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSettings]) -> None:

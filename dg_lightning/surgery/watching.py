@@ -24,7 +24,7 @@ _ATTENTION = {
 }
 
 
-class Watch:
+class OutputComparison:
     """Compares outputs of a model, and of some of its modules, while it is being changed.
 
     Args:
@@ -115,7 +115,7 @@ def units_read_elsewhere(
     a second time. So half of the units are closed, and the rows that make them are changed; then
     the other half.
     """
-    watch = Watch(model, examples, varied=False)
+    watch = OutputComparison(model, examples, varied=False)
 
     def search(names: list[str]) -> set[str]:
         chosen = {name: units[name] for name in names}
@@ -147,7 +147,9 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _closes_fully(watch: Watch, units: "Mapping[str, Units]", half: int, training: bool) -> bool:
+def _closes_fully(
+    watch: OutputComparison, units: "Mapping[str, Units]", half: int, training: bool
+) -> bool:
     """Return True if the rows of closed units can be changed without moving any output.
 
     Outputs that differ from run to run tell nothing, nor does a mode in which the model fails.

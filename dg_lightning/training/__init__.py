@@ -1,7 +1,7 @@
 """Training: our LightningModules, classes as plain values, checkpoints, averages, logging."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
-from .captured import CapturedSteps, DeviceNumbers, is_replayed
+from .captured import CapturedSteps, DeviceScalars, is_replayed
 from .checkpoint import read_checkpoint
 from .classifier import GatedClassifier
 from .language_model import GatedLM
@@ -13,7 +13,7 @@ from .step_logging import is_due, is_logged_step, log_step, logged_step
 
 __all__ = [
     "CapturedSteps",
-    "DeviceNumbers",
+    "DeviceScalars",
     "GatedClassifier",
     "GatedLM",
     "GatedModule",

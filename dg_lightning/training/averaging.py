@@ -91,7 +91,7 @@ def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:
     average.update_parameters = update_all_but_settings  # type: ignore[method-assign]
 
 
-def refuse_what_moves(module: nn.Module, trainer: Any, callback: object) -> None:
+def check_no_running_state(module: nn.Module, trainer: Any, callback: object) -> None:
     """Raise ValueError if a model holds what changes whatever is protected."""
     name = type(callback).__name__
     if any(getattr(child, "running_mean", None) is not None for child in module.modules()):

@@ -19,14 +19,14 @@ from dg_lightning.training.optimizers import has_scaler, restore_fused
 from dg_lightning.training.step_logging import is_logged_step
 
 
-class DeviceNumbers:
+class DeviceScalars:
     """A list of numbers as a tensor that keeps its place on a device.
 
     A captured step reads the tensor of the step that was recorded, so numbers are written into it,
     and only those that have changed: nothing waits for the device.
 
     >>> import torch
-    >>> weight = DeviceNumbers([0.1])
+    >>> weight = DeviceScalars([0.1])
     >>> tensor = weight.on(torch.zeros(()))
     >>> weight.set([0.5])
     >>> tensor
@@ -100,7 +100,7 @@ class StepGraphs:
         self._children = list(module.modules())
         self._places: tuple[Any, ...] = ()
         self._gradients: dict[Tensor, Tensor] = {}
-        self._learning_rates = DeviceNumbers()
+        self._learning_rates = DeviceScalars()
         self._is_full = False
         self._device = trainer.strategy.root_device
         self._stream = torch.cuda.Stream(self._device)
@@ -113,9 +113,9 @@ class StepGraphs:
     def run_pass(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return the losses of a batch, whose gradients are there already if it was replayed."""
         self.replayed = False
-        self._forget_if_replaced(batch_idx)
+        self._invalidate_on_realloc(batch_idx)
         first = batch_idx % self.trainer.accumulate_grad_batches == 0
-        self._kind, leaves = self._kind_of_step(), _leaves(batch)
+        self._kind, leaves = self._graph_key(), _leaves(batch)
         before = None if first else self._with_gradient()
         key = (self._kind, before, *map(self._describe, leaves))
         if self._kind is None or self._is_new(self._passes, key):
@@ -136,7 +136,7 @@ class StepGraphs:
         self._set_gradients(recorded.gradients)
         return recorded.values
 
-    def _forget_if_replaced(self, batch_idx: int) -> None:
+    def _invalidate_on_realloc(self, batch_idx: int) -> None:
         """Forget all graphs if tensors that they work on are no longer where they were."""
         if batch_idx == 0 or not self._places:
             self._parameters = list(self.module.parameters())
@@ -147,7 +147,7 @@ class StepGraphs:
             self._passes.clear()
             self._updates.clear()
 
-    def _kind_of_step(self) -> Hashable:
+    def _graph_key(self) -> Hashable:
         """Return all that Python decides in a step, or None if a callback wants it as usual."""
         trainer = self.trainer
         asked = [callback.prepare_step(trainer) for callback in self._callbacks]
@@ -209,7 +209,7 @@ class StepGraphs:
 
     # Gradients have one place each, to which graphs write.
 
-    def keep_gradients(self) -> None:
+    def copy_grads_to_static(self) -> None:
         """Move the gradients of a backward pass to their places."""
         for parameter in self._parameters:
             if parameter.grad is not None:
@@ -358,7 +358,7 @@ class CapturedSteps(pl.LightningModule):
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        values: dict[str, Tensor] = self._or_as_usual(
+        values: dict[str, Tensor] = self._run_captured(
             lambda: self.losses(batch),
             lambda graphs: graphs.run_pass(batch, batch_idx),
         )
@@ -376,7 +376,7 @@ class CapturedSteps(pl.LightningModule):
             return False
         return is_logged_step(trainer) or trainer.is_last_batch
 
-    def _or_as_usual(
+    def _run_captured(
         self, as_usual: Callable[[], Any], captured: Callable[[StepGraphs], Any]
     ) -> Any:
         """Do something by graphs if there are any, and as usual if they fail."""
@@ -385,7 +385,7 @@ class CapturedSteps(pl.LightningModule):
         try:
             return captured(self._graphs)
         except CannotCaptureError as error:
-            self._say_why_not(f"a graph cannot hold one: {error}")
+            self._log_capture_blocker(f"a graph cannot hold one: {error}")
             self._graphs = None
             return as_usual()
 
@@ -395,12 +395,12 @@ class CapturedSteps(pl.LightningModule):
         if self.capture:
             for optimizer in self.trainer.optimizers:
                 restore_fused(optimizer)
-            if (reason := why_not(self, self.trainer)) is None:
+            if (reason := capture_blocker(self, self.trainer)) is None:
                 self._graphs = StepGraphs(self, self.trainer)
             else:
-                self._say_why_not(reason)
+                self._log_capture_blocker(reason)
 
-    def _say_why_not(self, reason: str) -> None:
+    def _log_capture_blocker(self, reason: str) -> None:
         rank_zero_info(f"{type(self).__name__}: steps are not captured, {reason}")
 
     @override
@@ -413,7 +413,7 @@ class CapturedSteps(pl.LightningModule):
         if not is_replayed(self):
             super().backward(loss, *args, **kwargs)
             if self._graphs is not None:
-                self._graphs.keep_gradients()
+                self._graphs.copy_grads_to_static()
 
     @override
     def optimizer_step(
@@ -430,7 +430,7 @@ class CapturedSteps(pl.LightningModule):
         assert optimizer_closure is not None
         loss = optimizer_closure()
         done = partial(step, lambda: loss)
-        self._or_as_usual(done, lambda graphs: graphs.run_update(done))
+        self._run_captured(done, lambda graphs: graphs.run_update(done))
 
     @override
     def teardown(self, stage: str) -> None:
@@ -457,7 +457,7 @@ def is_replayed(module: Any) -> bool:
     return graphs is not None and bool(graphs.replayed)
 
 
-def why_not(module: pl.LightningModule, trainer: Any) -> str | None:
+def capture_blocker(module: pl.LightningModule, trainer: Any) -> str | None:
     """Return why the steps of a module cannot be captured; None if they can, as far as known."""
     device = trainer.strategy.root_device
     if device.type != "cuda":

@@ -16,7 +16,7 @@ from dg_lightning.training.module import (
     check_class_weights,
     known_num_classes,
 )
-from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
 
 
 class GatedClassifier(GatedModule):
@@ -53,11 +53,11 @@ class GatedClassifier(GatedModule):
 
     def __init__(
         self,
-        net: NetSpec,
+        net: NetConfig,
         input_shape: Sequence[int] | None = None,
         num_classes: int | None = None,
-        optimizer: OptimizerSpec | None = None,
-        lr_scheduler: SchedulerSpec | None = None,
+        optimizer: OptimizerConfig | None = None,
+        lr_scheduler: SchedulerConfig | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_monitor: str = "val/loss",
         class_weights: list[float] | Literal["balanced"] | None = None,

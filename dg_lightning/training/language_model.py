@@ -13,7 +13,7 @@ from typing_extensions import override
 from dg_lightning.layers import GatedFeedForward
 from dg_lightning.runtime.skipping import Engine, skip_closed_blocks
 from dg_lightning.training.module import GatedModule, known_num_classes
-from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
 
 
 class GatedLM(GatedModule):
@@ -55,11 +55,11 @@ class GatedLM(GatedModule):
 
     def __init__(
         self,
-        net: NetSpec,
+        net: NetConfig,
         input_shape: Sequence[int] | None = None,
         num_classes: int | None = None,
-        optimizer: OptimizerSpec | None = None,
-        lr_scheduler: SchedulerSpec | None = None,
+        optimizer: OptimizerConfig | None = None,
+        lr_scheduler: SchedulerConfig | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "step",
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
@@ -91,11 +91,11 @@ class GatedLM(GatedModule):
         return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
     @override
-    def samples_in(self, target: Tensor) -> int:
+    def num_samples(self, target: Tensor) -> int:
         return target.numel()  # each token counts
 
     @override
-    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return logits.flatten(0, -2), target.flatten()
 
     @override

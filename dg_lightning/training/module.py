@@ -13,7 +13,7 @@ from torchmetrics import MetricCollection
 from typing_extensions import override
 
 from dg_lightning.compute.metric import ComputeLedger, ComputeReport
-from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates.protocol import GateLike, detach_graph, gate_layers
 from dg_lightning.rewiring import announce_masks, forget_masks, saved_masks
 from dg_lightning.surgery import restore_gates
@@ -27,15 +27,15 @@ from dg_lightning.training.checkpoint import (
 )
 from dg_lightning.training.optimizers import (
     build_optimizers,
-    fused_if_open,
+    enable_fused,
+    has_fused_unscale,
     may_be_fused,
-    tell_of_lengths,
-    unscales_itself,
+    warn_scheduler_length,
 )
-from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec, build
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig, build
 
 
-def check_is_spec(net: Any) -> None:
+def check_is_config(net: Any) -> None:
     """Refuse a net that is already built."""
     if isinstance(net, nn.Module):
         raise TypeError(
@@ -47,7 +47,7 @@ def check_is_spec(net: Any) -> None:
 
 def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
     """Return the number of classes that is given, or that the net is built with."""
-    check_is_spec(net)
+    check_is_config(net)
     if num_classes is None:
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
@@ -109,9 +109,9 @@ def _plain(value: int | Sequence[int]) -> int | list[int]:
     return value if isinstance(value, int) else list(value)
 
 
-def refuse_scaled_gradients(trainer: Any, optimizer: Any) -> None:
+def check_unscaled_gradients(trainer: Any, optimizer: Any) -> None:
     """Refuse `gate_clip_norm` where gradients are unscaled within the optimizer's step only."""
-    if unscales_itself(trainer, optimizer):
+    if has_fused_unscale(trainer, optimizer):
         raise ValueError(
             "`gate_clip_norm` needs unscaled gradients, which a fused optimizer has within its "
             "step only: write fused=False, or train without a loss scaler."
@@ -158,12 +158,12 @@ class GatedModule(CapturedSteps, TrustedLoading):
 
     def __init__(
         self,
-        net: NetSpec,
+        net: NetConfig,
         input_shape: Sequence[int] | None,
         num_classes: int,
         metrics: MetricCollection,
-        optimizer: OptimizerSpec | None = None,
-        lr_scheduler: SchedulerSpec | None = None,
+        optimizer: OptimizerConfig | None = None,
+        lr_scheduler: SchedulerConfig | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
@@ -180,7 +180,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
             sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
             self.example_input_array = torch.zeros(1, *input_shape, dtype=self.input_dtype)
         self.net = build(net, "net", nn.Module, **sizes)
-        adam: OptimizerSpec = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
+        adam: OptimizerConfig = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
         self.optimizer = optimizer or adam
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
@@ -205,11 +205,11 @@ class GatedModule(CapturedSteps, TrustedLoading):
         """Return the loss of a batch, without auxiliary losses."""
         raise NotImplementedError(f"{type(self).__name__} must define `task_loss`.")
 
-    def samples_in(self, target: Tensor) -> int:
+    def num_samples(self, target: Tensor) -> int:
         """Return how many samples a batch has."""
         return len(target)
 
-    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return what metrics compare."""
         return logits, target
 
@@ -254,7 +254,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
     def on_train_start(self) -> None:
         super().on_train_start()
         keep_settings_live(self, self.trainer)
-        tell_of_lengths(self.trainer)
+        warn_scheduler_length(self.trainer)
         self._gates = list(gate_layers(self.net, required=False).values())
 
     @override
@@ -277,14 +277,14 @@ class GatedModule(CapturedSteps, TrustedLoading):
         ledger: ComputeLedger,
     ) -> dict[str, Tensor]:
         x, target = batch
-        samples = self.samples_in(target)
+        samples = self.num_samples(target)
         if self._is_counted or torch.compiler.is_compiling():
             logits = self(x)
         else:
             logits = self._count(x, samples)
         loss = self.task_loss(logits, target)
         self.log(f"{stage}/loss", loss, batch_size=samples, sync_dist=True)
-        metrics.update(*self.judged(logits, target))
+        metrics.update(*self.metric_inputs(logits, target))
         for name, metric in metrics.items(keep_base=False, copy_state=False):
             is_shown = name in ("val/accuracy", "val/r2")
             self.log(name, metric, batch_size=samples, prog_bar=is_shown)
@@ -295,7 +295,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         """Return the logits, and count what the whole net computes."""
         self._is_counted = True
         try:
-            with CountWholeNet(self.net) as count:
+            with FlopRecorder(self.net) as count:
                 logits: Tensor = self(x)
         except Exception as error:  # of torch's counter, or of the net, which raises it again
             logits = self(x)
@@ -347,7 +347,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         optimizer = self.optimizer
         on_gpu = self.device.type == "cuda"
         if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
-            optimizer = fused_if_open(optimizer)
+            optimizer = enable_fused(optimizer)
         return build_optimizers(self.net, optimizer, self.gate_lr_factor, *scheduling)
 
     @override
@@ -372,6 +372,6 @@ class GatedModule(CapturedSteps, TrustedLoading):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if self.gate_clip_norm is not None:
-            refuse_scaled_gradients(self.trainer, optimizer)
+            check_unscaled_gradients(self.trainer, optimizer)
             clip_grad_norm_(self.gate_parameters(), self.gate_clip_norm)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dg_lightning.gates import gate_layers
-from dg_lightning.training.spec import OptimizerSpec, SchedulerSpec, build, import_class
+from dg_lightning.training.spec import OptimizerConfig, SchedulerConfig, build, import_class
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on a GPU
 
 
-def fused_if_open(optimizer: OptimizerSpec) -> OptimizerSpec:
+def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
     """Return an optimizer with `fused=True`, if it can be and its kernels are not chosen.
 
-    >>> fused_if_open({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})["init_args"]
+    >>> enable_fused({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})["init_args"]
     {'lr': 0.1, 'fused': True}
     """
     given = optimizer.get("init_args") or {}
@@ -42,7 +42,7 @@ def restore_fused(optimizer: Optimizer) -> None:
                 state["step"] = step.to(parameter.device, torch.float32)
 
 
-def unscales_itself(trainer: Any, optimizer: Any) -> bool:
+def has_fused_unscale(trainer: Any, optimizer: Any) -> bool:
     """Return True if gradients are scaled until the optimizer's step."""
     return has_scaler(trainer) and any(group.get("fused") for group in optimizer.param_groups)
 
@@ -101,9 +101,9 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
 
 def build_optimizers(
     module: nn.Module,
-    optimizer: OptimizerSpec,
+    optimizer: OptimizerConfig,
     gate_lr_factor: float = 1.0,
-    scheduler: SchedulerSpec | None = None,
+    scheduler: SchedulerConfig | None = None,
     interval: str = "epoch",
     monitor: str = "val/loss",
 ) -> OptimizerLRScheduler:
@@ -140,7 +140,7 @@ def build_optimizers(
     return {"optimizer": built, "lr_scheduler": config}  # type: ignore[return-value]
 
 
-def tell_of_lengths(trainer: Any) -> None:
+def warn_scheduler_length(trainer: Any) -> None:
     """Say if a scheduler was made for a longer or shorter training than this one.
 
     Silent where the length is not certain, and in a resumed training, which keeps the old one.

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
 from typing_extensions import override
 
-from dg_lightning.training.module import GatedModule, check_is_spec
-from dg_lightning.training.spec import NetSpec, OptimizerSpec, SchedulerSpec
+from dg_lightning.training.module import GatedModule, check_is_config
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
 
 
 class GatedRegressor(GatedModule):
@@ -48,17 +48,17 @@ class GatedRegressor(GatedModule):
 
     def __init__(
         self,
-        net: NetSpec,
+        net: NetConfig,
         input_shape: Sequence[int] | None = None,
-        optimizer: OptimizerSpec | None = None,
-        lr_scheduler: SchedulerSpec | None = None,
+        optimizer: OptimizerConfig | None = None,
+        lr_scheduler: SchedulerConfig | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
         capture: bool = False,
     ) -> None:
-        check_is_spec(net)
+        check_is_config(net)
         errors = {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
         super().__init__(
             net,
@@ -120,7 +120,7 @@ class GatedRegressor(GatedModule):
         return target.float() - self.target_mean
 
     @override
-    def judged(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         # Less the mean, which leaves errors and R² alone, and keeps sums of squares exact.
         return logits.squeeze(-1).float() * self.target_std, self._centred(target)
 

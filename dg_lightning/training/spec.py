@@ -18,14 +18,14 @@ _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_schedule
 _trusted = {"dg_lightning", "torch.nn", "torch.optim"}
 
 
-class ClassSpec(TypedDict, total=False):
+class ClassConfig(TypedDict, total=False):
     """A class to be built later: `class_path` and the arguments that are known now."""
 
     class_path: Required[str]
     init_args: dict[str, Any]
 
 
-class NetFactory(Protocol):
+class NetBuilder(Protocol):
     """A net whose sizes are still open; it takes those that it has a parameter for."""
 
     def __call__(self, *, input_shape: Any, in_features: int, num_classes: int) -> nn.Module:
@@ -48,13 +48,13 @@ class SchedulerFactory(Protocol):
 
 # For the program these are class specs. The command line reads the annotations too, and shall check
 # the arguments of the class that is named: from a factory it learns which ones are still open,
-# while a `ClassSpec` would let a misspelt one pass.
+# while a `ClassConfig` would let a misspelt one pass.
 if TYPE_CHECKING:
-    NetSpec: TypeAlias = ClassSpec
-    OptimizerSpec: TypeAlias = ClassSpec
-    SchedulerSpec: TypeAlias = ClassSpec
+    NetConfig: TypeAlias = ClassConfig
+    OptimizerConfig: TypeAlias = ClassConfig
+    SchedulerConfig: TypeAlias = ClassConfig
 else:
-    NetSpec, OptimizerSpec, SchedulerSpec = NetFactory, OptimizerFactory, SchedulerFactory
+    NetConfig, OptimizerConfig, SchedulerConfig = NetBuilder, OptimizerFactory, SchedulerFactory
 
 
 def trust(*packages: str) -> None:
@@ -210,7 +210,7 @@ def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any
     argument that is itself a class path is built too, and must be an `nn.Module`.
 
     Args:
-        spec: A `ClassSpec`.
+        spec: A `ClassConfig`.
         role: What it is for, to be named in messages.
         kind: What it must be a subclass of; nothing else is called.
         *args: Positional arguments to put first.

@@ -92,9 +92,9 @@ def test_the_least_that_can_be_used_by_hand() -> None:
     maps = 12 * 8 * floor_in + 8 * 6 * (2 / 8) * (2 / 6) + 6 * 3 * (2 / 6)
     deciding = (0 * 2 + 2 * 8) + (2 * 2 + 2 * 6)
     budget = budget_of(net, 0.5)
-    assert budget.least() == pytest.approx((maps + deciding) / (96 + 48 + 18))
+    assert budget.min_share() == pytest.approx((maps + deciding) / (96 + 48 + 18))
     assert budget.least_decisions() == pytest.approx(deciding / (96 + 48 + 18))
-    assert budget_of(net, 0.5, "open_rate").least() == pytest.approx(4 / 26)
+    assert budget_of(net, 0.5, "open_rate").min_share() == pytest.approx(4 / 26)
 
 
 def test_dear_units_are_shifted_more_than_cheap_ones() -> None:

@@ -8,12 +8,12 @@ from torch import nn
 
 from dg_lightning import GatedMLP, StaticGate, gate_layers
 from dg_lightning.budget.penalty import (
-    MacsPrices,
+    MacsCost,
+    gates_without_macs,
     mean_rates,
     penalty,
     unit_costs_by_connections,
     usage_term,
-    without_a_price,
 )
 from dg_lightning.compute.macs import linear_maps
 
@@ -29,8 +29,8 @@ def net_with_rates(*rates: float) -> tuple[GatedMLP, torch.Tensor]:
     return net, mean_rates(gate_layers(net))
 
 
-def prices_of(net: nn.Module) -> MacsPrices:
-    return MacsPrices(list(gate_layers(net).values()), linear_maps(net))
+def prices_of(net: nn.Module) -> MacsCost:
+    return MacsCost(list(gate_layers(net).values()), linear_maps(net))
 
 
 def test_expected_macs_are_the_products_over_each_map_by_hand() -> None:
@@ -138,7 +138,7 @@ def test_costs_of_units_weigh_the_mean_and_count_connections_in_and_out() -> Non
 
 def test_gates_that_no_map_depends_on_are_named() -> None:
     net = nn.Sequential(StaticGate(4), nn.Linear(4, 2))
-    assert without_a_price(gate_layers(net), linear_maps(net)) == ["0"]
+    assert gates_without_macs(gate_layers(net), linear_maps(net)) == ["0"]
 
 
 def test_a_gate_that_took_no_part_is_named() -> None:

@@ -70,7 +70,7 @@ def test_the_allowed_share_falls_from_what_is_in_use_to_the_budget() -> None:
     assert regulator.start == pytest.approx(used)
     allowed = [regulator.allowed(progress) for progress in (0.0, 0.5, 1.0)]
     assert allowed == pytest.approx([used, (used * 0.15) ** 0.5, 0.15])
-    assert regulator.savings == pytest.approx(used - regulator.budget.least())
+    assert regulator.savings == pytest.approx(used - regulator.budget.min_share())
 
 
 def test_where_less_than_the_budget_is_in_use_all_of_it_is_allowed() -> None:

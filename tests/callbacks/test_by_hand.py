@@ -93,7 +93,7 @@ def test_a_loss_that_is_differentiated_past_the_penalty_is_refused(
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_afterwards_the_model_is_free(name: str, tmp_path: Path) -> None:
-    """A loop of one's own behind a training, or behind a refusal, meets no hooks of ours."""
+    """A loop of one's own behind a training, or behind a cli_error, meets no hooks of ours."""
     for cls in (ByHand, RawBackward):
         model, trainer = cls(), trainer_for([make(name)], tmp_path)
         try:

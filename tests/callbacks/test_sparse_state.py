@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import SET, GatePenalty, MagnitudePruning, RigL, StaticSparse
 from dg_lightning.callbacks._shared import (
-    refuse_other_masks,
+    check_no_other_masks,
 )
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         fit(Plain(), [RigL(0.5, structure="block:5")], tmp_path)
     sharded: Any = SimpleNamespace(strategy=FSDPStrategy())
     with pytest.raises(ValueError, match=r"RigL needs whole weights.*FSDPStrategy.*strategy='ddp'"):
-        refuse_other_masks(RigL(), sharded, Plain())
+        check_no_other_masks(RigL(), sharded, Plain())
 
 
 def test_a_layer_that_pruning_has_emptied_is_warned_of(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_teacher_is_left_alone(tmp_path: Path) -> None:
 
 def test_masks_that_do_not_keep_to_the_structure_are_refused(tmp_path: Path) -> None:
     sparse = StaticSparse(structure="2:4")
-    sparse.use_masks({"net.0": torch.rand(16, 12) < 0.5, "net.2": torch.rand(4, 16) < 0.5})
+    sparse.set_initial_masks({"net.0": torch.rand(16, 12) < 0.5, "net.2": torch.rand(4, 16) < 0.5})
     with pytest.raises(ValueError, match="does not keep to `structure='2:4'`"):
         fit(Plain(), [sparse], tmp_path)
 
@@ -287,7 +287,7 @@ def test_given_masks_are_for_one_training(tmp_path: Path) -> None:
     first = StaticSparse(0.6)
     fit(Plain(), [first], tmp_path).save_checkpoint(tmp_path / "sparse.ckpt")
     sparse = StaticSparse(0.6)
-    sparse.use_masks({"net.0": torch.ones(16, 12) != 0, "net.2": torch.ones(4, 16) != 0})
+    sparse.set_initial_masks({"net.0": torch.ones(16, 12) != 0, "net.2": torch.ones(4, 16) != 0})
     _resume([sparse], tmp_path / "sparse.ckpt", tmp_path)  # whose masks are its own
     fit(Plain(), [sparse], tmp_path)
     for name, c in sparse.connections.items():

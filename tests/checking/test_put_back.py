@@ -84,8 +84,8 @@ def test_two_that_prune(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [RigL(0.5), ModelPruning("l1_unstructured", amount=0.5)]
     short = vectors(count=32)  # four batches an epoch
     assert "both decide which weights are 0" in errors(Late(), both, short)["training"]
-    monkeypatch.setattr(sparse, "refuse_other_masks", lambda *_: None)
-    monkeypatch.setattr(SparseLayer, "refuse_if_replaced", lambda self: None)
+    monkeypatch.setattr(sparse, "check_no_other_masks", lambda *_: None)
+    monkeypatch.setattr(SparseLayer, "check_not_replaced", lambda self: None)
     assert errors(Late(), both, short)
 
 
@@ -119,7 +119,7 @@ def test_what_passes_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "self.optimizers()" in errors(RawStep(), [RigL(0.5)])["training"]
     assert "self.manual_backward(loss)" in errors(RawBackward(), [GatePenalty(0.1)])["training"]
     for module in (sparse, _penalty_term):
-        monkeypatch.setattr(module, "refuse_uncounted_steps", lambda *_: None)
+        monkeypatch.setattr(module, "check_step_counting", lambda *_: None)
     monkeypatch.setattr(_penalty_term.PenaltyTerm, "watch_backward", lambda *_: None)
     assert "0 optimizer steps in 40 batches" in errors(RawStep(), [RigL(0.5)])["steps"]
     assert "manual_backward" in errors(RawBackward(), [GatePenalty(0.1)])["penalty"]
@@ -229,5 +229,5 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_helpers_stay_where_they_are_put_back() -> None:
     """What the tests above take away must exist, else they would take nothing away."""
-    assert sparse.refuse_other_masks is _shared.refuse_other_masks
-    assert _penalty_term.refuse_uncounted_steps is _shared.refuse_uncounted_steps
+    assert sparse.check_no_other_masks is _shared.check_no_other_masks
+    assert _penalty_term.check_step_counting is _shared.check_step_counting

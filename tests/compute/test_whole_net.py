@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dg_lightning import DynamicGate, GatedClassifier, GatedLinear, GatedMLP, add_gates
 from dg_lightning.callbacks import GateMonitor
 from dg_lightning.compute.metric import ComputeLedger
-from dg_lightning.compute.whole_net import CountWholeNet, WholeNet
+from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.layers import GPT
-from dg_lightning.training.spec import ClassSpec
+from dg_lightning.training.spec import ClassConfig
 
 POSITIONS, WIDTH, HIDDEN = 5, 8, 32
 
@@ -45,7 +45,7 @@ MAPS = POSITIONS * (3 * WIDTH**2 + 2 * WIDTH * HIDDEN) + 3 * WIDTH
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_attention_counts_by_hand(training: bool, context: type) -> None:
     net = Attention().train(training)
-    with context(), CountWholeNet(net) as count:
+    with context(), FlopRecorder(net) as count:
         net(torch.randn(3, POSITIONS, WIDTH))
     whole = count.result(samples=3)
     assert whole is not None
@@ -58,7 +58,7 @@ def test_the_share_of_a_net_with_attention_is_of_all_of_it() -> None:
     with torch.no_grad():
         net.up.gate.get_parameter("logit")[: HIDDEN * 3 // 4] = -1  # type: ignore[union-attr]
     ledger = ComputeLedger(net)
-    with torch.no_grad(), CountWholeNet(net) as count:
+    with torch.no_grad(), FlopRecorder(net) as count:
         net(torch.randn(3, POSITIONS, WIDTH))
     ledger.update(net, 3)
     report = ledger.report(net, count.result(3))
@@ -85,7 +85,7 @@ class Convolutional(nn.Module):
 
 
 def test_a_classifier_logs_the_share_of_the_whole_net() -> None:
-    spec: ClassSpec = {"class_path": f"{__name__}.Convolutional"}
+    spec: ClassConfig = {"class_path": f"{__name__}.Convolutional"}
     sys.modules.setdefault(__name__, sys.modules[Convolutional.__module__])
     model = GatedClassifier(spec, [1, 8, 8], 10).eval()
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_a_classifier_logs_the_share_of_the_whole_net() -> None:
 
 def test_a_plain_mlp_has_nothing_else() -> None:
     mlp = GatedMLP(8, [4, 4], 2, gate={"kind": "dynamic"}, norm="layer")
-    with CountWholeNet(mlp) as count:
+    with FlopRecorder(mlp) as count:
         mlp(torch.randn(7, 8))
     names = ["hidden.0.linear", "hidden.1.linear", "output", "hidden.0.gate", "hidden.1.gate"]
     assert count.result(7) == WholeNet(dict.fromkeys(names, 1.0), 0)
@@ -113,7 +113,7 @@ def test_a_compiled_net_counts_as_the_plain_one() -> None:
     compiled = torch.compile(net, backend="eager")
     x = torch.randn(3, POSITIONS, WIDTH)
     compiled(x)
-    with torch.no_grad(), CountWholeNet(compiled) as count:  # type: ignore[arg-type]
+    with torch.no_grad(), FlopRecorder(compiled) as count:  # type: ignore[arg-type]
         compiled(x)
     whole = count.result(3)
     assert whole is not None
@@ -122,7 +122,7 @@ def test_a_compiled_net_counts_as_the_plain_one() -> None:
 
 def test_a_gated_map_that_does_not_run_as_a_module_is_not_guessed() -> None:
     layer = GatedLinear(4, 3, gate={"kind": "static"})
-    with CountWholeNet(layer) as count:
+    with FlopRecorder(layer) as count:
         nn.functional.linear(torch.randn(2, 4), layer.linear.weight)
     assert count.result(2) is None
 
@@ -145,20 +145,20 @@ def test_attention_beside_experts_counts_as_beside_a_plain_feed_forward() -> Non
     tokens = torch.zeros(3, 4, dtype=torch.long)
     counts = []
     for net in (GPT([4], 5, **shape), GPT([4], 5, experts={"experts": 4}, **shape)):
-        with CountWholeNet(net) as count:
+        with FlopRecorder(net) as count:
             net(tokens)
         counts.append(count.result(samples=tokens.numel()))
     plain, experts = counts
     assert plain is not None
     assert experts is not None
     assert experts.other == plain.other == 2 * 2 * 4 * 8  # layers, two products, context, width
-    assert experts.runs["blocks.0.feed_forward.experts.first"] == 1  # for a token
+    assert experts.runs["blocks.0.feed_forward.experts.fc1"] == 1  # for a token
     assert experts.runs["blocks.0.feed_forward.router"] == 1
-    with CountWholeNet(net) as count:
+    with FlopRecorder(net) as count:
         net(tokens)
     whole = count.result(samples=len(tokens))
     assert whole is not None
-    assert whole.runs["blocks.1.feed_forward.experts.second"] == 4  # for a sample
+    assert whole.runs["blocks.1.feed_forward.experts.fc2"] == 4  # for a sample
 
 
 def test_a_foreign_module_is_counted_without_its_metrics() -> None:
@@ -205,7 +205,7 @@ def test_modules_that_torch_cannot_count_are_named() -> None:
             return out
 
     net = Recurrent()
-    with torch.no_grad(), CountWholeNet(net) as count:
+    with torch.no_grad(), FlopRecorder(net) as count:
         net(torch.randn(2, 7, 6))
     whole = count.result(2)
     assert whole is not None
@@ -218,7 +218,7 @@ def test_modules_that_torch_cannot_count_are_named() -> None:
 def test_a_gate_by_itself_decides_at_every_position() -> None:
     gate = DynamicGate(4, 4)
     net = nn.Sequential(gate)
-    with CountWholeNet(net) as count:
+    with FlopRecorder(net) as count:
         net(torch.randn(2, 5, 4))
     whole = count.result(2)
     assert whole is not None
@@ -228,7 +228,7 @@ def test_a_gate_by_itself_decides_at_every_position() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_classifier_still_validates() -> None:
-    spec: ClassSpec = {"class_path": "GatedMLP", "init_args": {"hidden": [4]}}
+    spec: ClassConfig = {"class_path": "GatedMLP", "init_args": {"hidden": [4]}}
     model = torch.compile(GatedClassifier(spec, [8], 3), backend="aot_eager")
     data = DataLoader(TensorDataset(torch.randn(8, 8), torch.randint(3, (8,))), batch_size=4)
     trainer = pl.Trainer(
@@ -259,7 +259,7 @@ class Query(nn.Module):
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_parameter_may_be_the_input_of_a_module(training: bool, context: type) -> None:
     net = Query().train(training)
-    with context(), CountWholeNet(net) as count:
+    with context(), FlopRecorder(net) as count:
         net(torch.randn(2, POSITIONS, WIDTH))
     whole = count.result(samples=2)
     assert whole is not None
@@ -292,7 +292,7 @@ class ByPosition(nn.Module):
 def test_products_between_the_maps_of_heads_are_those_of_heads() -> None:
     net, x = ByPosition().eval(), torch.randn(2, POSITIONS, WIDTH)
     add_gates(net, heads={"kind": "static"}, example=x)
-    with CountWholeNet(net) as count:
+    with FlopRecorder(net) as count:
         net.q(x), net.k(x)  # a pass that has broken off
         net(x)
     whole = count.result(samples=2)

@@ -37,7 +37,7 @@ def aligned(
 def inputs(data: PBMC3kDataModule) -> pd.DataFrame:
     part = data.part_to_predict()
     values, _ = part.__getitems__(range(len(part)))
-    return pd.DataFrame(values.numpy(), index=data.facts["cells"], columns=data.feature_names)
+    return pd.DataFrame(values.numpy(), index=data.metadata["cells"], columns=data.feature_names)
 
 
 def with_extra_genes(source: anndata.AnnData) -> anndata.AnnData:
@@ -116,9 +116,9 @@ def test_genes_of_the_same_name_stay_apart() -> None:
 
 def test_clusters_belong_to_the_cells_that_they_were_made_of() -> None:
     data = made(PBMC3kDataModule.from_anndata(cells(), leiden=True, genes=200))
-    labels = dict(zip(data.facts["cells"], data.facts["labels"], strict=True))
+    labels = dict(zip(data.metadata["cells"], data.metadata["labels"], strict=True))
     few = aligned(data, cells()[::-3].copy(), "test", leiden=True)
-    found = zip(few.facts["cells"], few.facts["labels"], strict=True)
+    found = zip(few.metadata["cells"], few.metadata["labels"], strict=True)
     assert all(labels[cell] == label for cell, label in found)
     strange = cells()
     strange.X = csr_matrix(strange.X.toarray() + 1)

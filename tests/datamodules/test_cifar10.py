@@ -41,7 +41,9 @@ def test_only_training_images_are_augmented(root: Path) -> None:
     plain, augmented = made(root, augment="none"), made(root)
     for part in ("train", "val", "test"):
         every = np.arange(len(plain._parts[part]))
-        same = torch.equal(plain._parts[part].cut(every)[0], augmented._parts[part].cut(every)[0])
+        same = torch.equal(
+            plain._parts[part].get_batch(every)[0], augmented._parts[part].get_batch(every)[0]
+        )
         assert same == (part != "train")
 
 

@@ -45,7 +45,9 @@ def test_batches_are_those_of_the_host(name: str, tmp_path: Path) -> None:
     held = DevicePart(part, HOST)  # what it does is the same on every device
     for epoch in (0, 1):
         rows = np.random.default_rng(epoch).permutation(len(part))[:20]
-        for mine, theirs in zip(held.cut(rows, 3, epoch), part.cut(rows, 3, epoch), strict=True):
+        for mine, theirs in zip(
+            held.get_batch(rows, 3, epoch), part.get_batch(rows, 3, epoch), strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 

@@ -44,7 +44,7 @@ def test_images_and_classes_are_those_of_torchvision(tmp_path: Path) -> None:
     theirs = ImageFolder(str(tmp_path / "pets"), steps)
     assert list(data.class_names) == theirs.classes
     everything = data.part_to_predict()
-    pixels, labels = everything.cut(np.arange(len(everything)))
+    pixels, labels = everything.get_batch(np.arange(len(everything)))
     named = dict(
         zip(data.describe_samples()["file"], zip(pixels, labels, strict=True), strict=True)
     )

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from dg_lightning.datamodules._files import ArrayTable
 from dg_lightning.datamodules._loader import BatchLoader
-from dg_lightning.datamodules._splits import Part
+from dg_lightning.datamodules._splits import Split
 
 
 def at(rank: int, ranks: int) -> Callable[[], tuple[int, int]]:
     return lambda: (rank, ranks)
 
 
-def numbered(samples: int) -> Part:
+def numbered(samples: int) -> Split:
     """Return samples whose input is their index."""
     table = ArrayTable(np.arange(samples, dtype=np.float32)[:, None])
-    return Part(table, np.arange(samples), torch.arange(samples))
+    return Split(table, np.arange(samples), torch.arange(samples))
 
 
 @given(

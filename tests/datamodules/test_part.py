@@ -10,7 +10,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as tv
 
 from dg_lightning.datamodules._files import ArrayTable
-from dg_lightning.datamodules._splits import CropFlip, Normalize, Part, stratified_split
+from dg_lightning.datamodules._splits import CropFlip, Normalize, Split, stratified_split
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
@@ -60,21 +60,21 @@ def test_every_image_has_draws_of_its_own_that_cover_all_crops() -> None:
 
 
 def test_augmentation_does_not_depend_on_the_batch_a_sample_is_in() -> None:
-    part = Part(ArrayTable(pictures(20)), np.arange(20), torch.arange(20), None, CropFlip(4))
-    together = part.cut(np.arange(20), seed=3, epoch=5)[0]
+    part = Split(ArrayTable(pictures(20)), np.arange(20), torch.arange(20), None, CropFlip(4))
+    together = part.get_batch(np.arange(20), seed=3, epoch=5)[0]
     for index in (0, 7, 19):
-        alone = part.cut(np.array([index]), seed=3, epoch=5)[0]
+        alone = part.get_batch(np.array([index]), seed=3, epoch=5)[0]
         assert torch.equal(alone[0], together[index])
-    assert not torch.equal(part.cut(np.arange(20), seed=3, epoch=6)[0], together)
-    assert not torch.equal(part.cut(np.arange(20), seed=4, epoch=5)[0], together)
+    assert not torch.equal(part.get_batch(np.arange(20), seed=3, epoch=6)[0], together)
+    assert not torch.equal(part.get_batch(np.arange(20), seed=4, epoch=5)[0], together)
 
 
 def test_the_table_is_left_as_it_is() -> None:
     images = pictures(8)
-    part = Part(
+    part = Split(
         ArrayTable(images), np.arange(8), torch.arange(8), Normalize(MEAN, STD), CropFlip(4)
     )
-    part.cut(np.arange(8))
+    part.get_batch(np.arange(8))
     assert np.array_equal(images, pictures(8))
 
 

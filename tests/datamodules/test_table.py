@@ -18,7 +18,7 @@ from dg_lightning.datamodules import TabularDataModule
 
 def inputs_of(data: TabularDataModule, part: str = "all") -> torch.Tensor:
     chosen = data.part_to_predict() if part == "all" else data.part(part)
-    return chosen.cut(np.arange(len(chosen)))[0]
+    return chosen.get_batch(np.arange(len(chosen)))[0]
 
 
 def test_inputs_are_those_of_scikit_learn_fitted_to_the_training_rows() -> None:

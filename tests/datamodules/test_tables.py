@@ -55,7 +55,7 @@ def numbers(rows: int = 6) -> np.ndarray:
 
 def decode(save: Save) -> None:
     save("numbers", [numbers()[:4], numbers()[4:]])
-    save.facts(names=["a", "b"])
+    save.metadata(names=["a", "b"])
 
 
 def forbidden(save: Save) -> None:
@@ -75,7 +75,7 @@ def test_tables_come_back_from_disk(tmp_path: Path) -> None:
     for decoder in (decode, forbidden):
         tables = cached_tables(tmp_path, "x", ["origin"], decoder)
         assert np.array_equal(tables["numbers"].array, numbers())
-        assert tables.facts == {"names": ["a", "b"]}
+        assert tables.metadata == {"names": ["a", "b"]}
     rows = np.array([5, 0, 5])
     assert torch.equal(tables["numbers"].take(rows), torch.from_numpy(numbers()[rows]))
 
@@ -169,7 +169,7 @@ def test_where_nothing_can_be_written_the_tables_stay_in_memory(tmp_path: Path) 
     ):
         tables = cached_tables(tmp_path / "file" / "cache", "x", "origin", decode)
     assert np.array_equal(tables["numbers"].array, numbers())
-    assert tables.facts == {"names": ["a", "b"]}
+    assert tables.metadata == {"names": ["a", "b"]}
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_a_drift_is_the_same_whenever_a_sample_is_seen(drift: Any) -> None:
     assert strong.min() >= 0
     assert strong.max() <= 1
     part = data._by_task[2]["val"]
-    alone = torch.cat([part.cut(np.array([index]))[0] for index in range(5)])
+    alone = torch.cat([part.get_batch(np.array([index]))[0] for index in range(5)])
     torch.testing.assert_close(alone, strong[:5])  # whatever batch it is in
 
 
@@ -177,7 +177,9 @@ def test_pixels_are_permuted_after_they_are_augmented() -> None:
 
     data = TaskSequence(Augmented(), kind="permuted", tasks=2)
     data.setup("fit")
-    plain, permuted = (of_task["train"].cut(np.arange(8), 0, 1)[0] for of_task in data._by_task)
+    plain, permuted = (
+        of_task["train"].get_batch(np.arange(8), 0, 1)[0] for of_task in data._by_task
+    )
     assert not torch.equal(plain, permuted)
     assert torch.equal(plain.flatten(1).sort(1).values, permuted.flatten(1).sort(1).values)
 

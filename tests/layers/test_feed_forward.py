@@ -28,15 +28,15 @@ def test_it_is_the_formula_token_by_token(shape: Any, glu: bool, scale: Any) -> 
     h = torch.randn(*shape, dtype=torch.float64)
     out = layer(h)
     for token, found in zip(h.reshape(-1, 6), out.reshape(-1, 6), strict=True):
-        units = F.silu(layer.first.weight @ token + layer.first.bias)
+        units = F.silu(layer.fc1.weight @ token + layer.fc1.bias)
         if glu:
-            units = units * (layer.other.weight @ token + layer.other.bias)
+            units = units * (layer.fc1_gate.weight @ token + layer.fc1_gate.bias)
         for block in range(3):
             z = layer.gate.network[0].weight[block] @ token + layer.gate.network[0].bias[block]
             p = torch.sigmoid(z)
             factor = p if scale else 1.0
             units[4 * block : 4 * block + 4] *= factor if p > 0.5 else 0.0
-        torch.testing.assert_close(found, layer.second.weight @ units + layer.second.bias)
+        torch.testing.assert_close(found, layer.fc2.weight @ units + layer.fc2.bias)
     assert layer.gate.gate.shape == (*shape[:-1], 3)
     assert 0 < layer.gate.gate.mean() < 1
 
@@ -44,8 +44,8 @@ def test_it_is_the_formula_token_by_token(shape: Any, glu: bool, scale: Any) -> 
 def test_without_a_gate_it_is_dense() -> None:
     layer = GatedFeedForward(6)
     h = torch.randn(3, 6)
-    expected = layer.second(F.gelu(layer.first(h)))
-    assert layer.first.out_features == 24
+    expected = layer.fc2(F.gelu(layer.fc1(h)))
+    assert layer.fc1.out_features == 24
     assert torch.equal(layer(h), expected)
 
 
@@ -78,9 +78,9 @@ def test_experts_are_those_that_the_router_has_chosen(top_k: int) -> None:
         total = torch.zeros(6, dtype=torch.float64)
         for expert in own.nonzero()[:, 0].tolist():
             units = slice(4 * expert, 4 * expert + 4)
-            hidden = F.gelu(experts.first.weight[units] @ token + experts.first.bias[units])
+            hidden = F.gelu(experts.fc1.weight[units] @ token + experts.fc1.bias[units])
             bias = experts.bias[6 * expert : 6 * expert + 6]
-            total += own[expert] * (experts.second.weight[:, units] @ hidden + bias)
+            total += own[expert] * (experts.fc2.weight[:, units] @ hidden + bias)
         torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-6)
     assert (weights != 0).sum(-1).eq(top_k).all()
 

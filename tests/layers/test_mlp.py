@@ -157,8 +157,8 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
         usage = torch.stack(means).sum()
         (out.square().sum() + usage).backward()
         grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-    for one, other in itertools.zip_longest(*grads):
-        assert torch.equal(one, other)
+    for one, fc1_gate in itertools.zip_longest(*grads):
+        assert torch.equal(one, fc1_gate)
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
             expected = net(x)
             expected.sum().backward()
             torch.testing.assert_close(out, expected)
-            for one, other in zip(grads, net.parameters(), strict=True):
-                torch.testing.assert_close(one, other.grad)
+            for one, fc1_gate in zip(grads, net.parameters(), strict=True):
+                torch.testing.assert_close(one, fc1_gate.grad)
             detach_graph(gate_layers(net).values())
     assert len(opened) == 3
 
@@ -243,10 +243,10 @@ def test_cpu_and_cuda_agree(kind: Any, policy: Any) -> None:
     (out, gates, grads, figures), (out_cuda, gates_cuda, grads_cuda, figures_cuda) = results
     assert figures == pytest.approx(figures_cuda)
     torch.testing.assert_close(out, out_cuda)
-    for one, other in zip(gates, gates_cuda, strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(grads, grads_cuda, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, fc1_gate in zip(gates, gates_cuda, strict=True):
+        assert torch.equal(one, fc1_gate)
+    for one, fc1_gate in zip(grads, grads_cuda, strict=True):
+        torch.testing.assert_close(one, fc1_gate)
 
 
 @pytest.mark.parametrize("padded", [False, True])

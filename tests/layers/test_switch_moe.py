@@ -36,8 +36,8 @@ def by_hand(moe: SwitchMoE, x: Tensor, capacity: float) -> Tensor:
                 continue
             room = True
             rows = slice(e * hidden, (e + 1) * hidden)
-            inner = torch.relu(moe.experts.first.weight[rows] @ h + moe.experts.first.bias[rows])
-            out = moe.experts.second.weight[:, rows] @ inner
+            inner = torch.relu(moe.experts.fc1.weight[rows] @ h + moe.experts.fc1.bias[rows])
+            out = moe.experts.fc2.weight[:, rows] @ inner
             out = out + moe.experts.bias[e * width : (e + 1) * width]
             mixed = mixed + p[e] / total * out
         outputs.append(moe.output(torch.relu(mixed if room else h)))
@@ -74,10 +74,10 @@ def test_without_a_limit_is_as_with_a_capacity_that_is_never_reached() -> None:
 
 def test_one_expert_is_the_dense_net() -> None:
     moe, x = small(experts=1, expert_width=20, capacity_factor=None), torch.randn(7, 8)
-    second = nn.Linear(20, 6)
-    second.weight, second.bias = moe.experts.second.weight, moe.experts.bias
+    fc2 = nn.Linear(20, 6)
+    fc2.weight, fc2.bias = moe.experts.fc2.weight, moe.experts.bias
     dense = nn.Sequential(
-        moe.stem, nn.ReLU(), moe.experts.first, nn.ReLU(), second, nn.ReLU(), moe.output
+        moe.stem, nn.ReLU(), moe.experts.fc1, nn.ReLU(), fc2, nn.ReLU(), moe.output
     )
     torch.testing.assert_close(moe(x), dense(x))
 
@@ -101,8 +101,8 @@ def test_gradients_reach_the_router_and_the_experts_that_were_used() -> None:
     assert moe.router.linear.weight.grad is not None
     assert moe.router.chosen is not None
     assert moe.router.linear.weight.grad.abs().sum() > 0
-    assert moe.experts.first.weight.grad is not None
-    used = moe.experts.first.weight.grad.view(4, 5, 6).abs().sum((1, 2)) > 0
+    assert moe.experts.fc1.weight.grad is not None
+    used = moe.experts.fc1.weight.grad.view(4, 5, 6).abs().sum((1, 2)) > 0
     assert used.tolist() == moe.router.chosen.any(0).tolist()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dg_lightning.monitoring import gate_figure, pixels
+from dg_lightning.monitoring import gate_figure, render_rgb
 from dg_lightning.monitoring.activity import BINS, GateSnapshot, HistoryEntry
 
 pytest.importorskip("matplotlib", reason="needs the extra plot")
@@ -58,4 +58,4 @@ def test_all_pictures_have_one_size_and_classes_their_names() -> None:
     labels = [label.get_text() for axis in figure.axes for label in axis.get_xticklabels()]
     assert {"cat", "dog"} <= set(labels)
     other = gate_figure(with_image, [HistoryEntry.from_gates(0, 1, [with_image])], (1, 28, 28))
-    assert pixels(figure).shape == pixels(other).shape == (360, 1200, 3)
+    assert render_rgb(figure).shape == render_rgb(other).shape == (360, 1200, 3)

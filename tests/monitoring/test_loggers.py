@@ -210,7 +210,7 @@ def test_mlflow_is_asked_for_figures_and_tables_by_its_abilities() -> None:
     """Without the package: the calls of MLflow's client, as its documentation has them."""
     from matplotlib.figure import Figure
 
-    from dg_lightning.monitoring import can_show_pictures, show_pictures, show_table
+    from dg_lightning.monitoring import show_pictures, show_table, supports_images
 
     class Client:
         calls: ClassVar[list[tuple[Any, ...]]] = []
@@ -225,7 +225,7 @@ def test_mlflow_is_asked_for_figures_and_tables_by_its_abilities() -> None:
         run_id = "r1"
         experiment = Client()
 
-    assert can_show_pictures(Logger())
+    assert supports_images(Logger())
     show_pictures(Logger(), "gates/pictures", {"a": Figure()}, 7)
     show_table(Logger(), "gates/layers", ["x", "y"], [[1, 2], [3, 4]], 7)
     assert Client.calls == [

@@ -147,8 +147,8 @@ def test_a_run_with_another_logger_has_its_course_too_and_a_test_spares_the_fits
 
 WATCHED: dict[str, Any] = {
     "nobody": None,
-    "all": {"limits": {"judged_after": 1.0}},
-    "one gate": {"limits": {"judged_after": 1.0}, "layers": ["net.hidden.0*"]},
+    "all": {"limits": {"min_penalty_share": 1.0}},
+    "one gate": {"limits": {"min_penalty_share": 1.0}, "layers": ["net.hidden.0*"]},
 }
 
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_of_model_pruning_goes_on_sparse(tmp_path: Path, permanent:
     model = Plain()
     model.load_state_dict(weights)  # strictly
     sparse = StaticSparse(0.5)
-    sparse.use_masks(masks)
+    sparse.set_initial_masks(masks)
     fit(model, [sparse], tmp_path / "more")
     for name, mask in masks.items():
         weight: Any = model.get_submodule(name).weight
@@ -79,6 +79,6 @@ def test_masks_of_a_pruned_module_are_taken_over_by_path(tmp_path: Path) -> None
 
 def test_a_mask_of_another_shape_is_refused(tmp_path: Path) -> None:
     sparse = StaticSparse(0.5)
-    sparse.use_masks({"net.0": torch.ones(8, 6).bool(), "net.2": torch.ones(2, 2).bool()})
+    sparse.set_initial_masks({"net.0": torch.ones(8, 6).bool(), "net.2": torch.ones(2, 2).bool()})
     with pytest.raises(ValueError, match=r"mask of net.2 must have shape \(3, 8\), it is of shape"):
         fit(Plain(), [sparse], tmp_path)

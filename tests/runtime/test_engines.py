@@ -14,22 +14,22 @@ ACTIVATIONS = [nn.ReLU(), nn.GELU(), nn.SiLU(), nn.Tanh(), nn.Softplus()]
 
 def reference(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """One sample and one block at a time, by the formula."""
-    (first, first_bias), (second, second_bias) = net.first, net.second
-    out = torch.zeros(len(x), len(second), dtype=x.dtype)
+    (fc1, fc1_bias), (fc2, fc2_bias) = net.fc1, net.fc2
+    out = torch.zeros(len(x), len(fc2), dtype=x.dtype)
     for sample in range(len(x)):
         for block in range(gate.shape[1]):
             if gate[sample, block]:
                 units = slice(block * net.block_size, (block + 1) * net.block_size)
-                z = first[units] @ x[sample]
-                if first_bias is not None:
-                    z = z + first_bias[units]
+                z = fc1[units] @ x[sample]
+                if fc1_bias is not None:
+                    z = z + fc1_bias[units]
                 made = net.activation(z)
-                if net.other is not None:
-                    weight, bias = net.other
+                if net.fc1_gate is not None:
+                    weight, bias = net.fc1_gate
                     v = weight[units] @ x[sample]
                     made = made * (v if bias is None else v + bias[units])
-                out[sample] += second[:, units] @ made * gate[sample, block]
-    return out if second_bias is None else out + second_bias
+                out[sample] += fc2[:, units] @ made * gate[sample, block]
+    return out if fc2_bias is None else out + fc2_bias
 
 
 @settings(deadline=None, max_examples=60)
@@ -61,9 +61,9 @@ def test_every_engine_computes_the_formula(
 ) -> None:
     net = feed_forward(inputs, blocks, block, 3, activation, bias=bias, scaled=scaled, glu=glu)
     if by_unit:
-        second = net.second[0].detach().t().contiguous().t()
-        maps = net.first, activation, (second, net.second[1])
-        net = FeedForward(*maps, block, net.other, scaled)
+        fc2 = net.fc2[0].detach().t().contiguous().t()
+        maps = net.fc1, activation, (fc2, net.fc2[1])
+        net = FeedForward(*maps, block, net.fc1_gate, scaled)
     x, gate = torch.randn(samples, inputs, dtype=torch.float64), random_gate(samples, blocks, rate)
     if scaled:
         gate = gate * torch.rand_like(gate)
@@ -85,8 +85,8 @@ def test_gradients_by_blocks_are_those_of_finite_differences(
     gate = random_gate(6, 4, rate) * (torch.rand(6, 4, dtype=torch.float64) + 0.1)
 
     def run(x: Any, opened: Any, *tensors: Any) -> Any:
-        other = tensors[2:4] if glu else None
-        own = FeedForward(tensors[:2], activation, tensors[-2:], 3, other, scaled=True)
+        fc1_gate = tensors[2:4] if glu else None
+        own = FeedForward(tensors[:2], activation, tensors[-2:], 3, fc1_gate, scaled=True)
         scales = torch.zeros_like(gate).masked_scatter(gate != 0, opened)
         return run_blocks(x, scales, own)
 
@@ -122,8 +122,8 @@ def test_only_open_weights_are_read_for_one_sample() -> None:
     x = torch.randn(1, 5, dtype=torch.float64)
     with torch.no_grad():
         expected = masked(x, gate, net)
-        net.first[0][2:6] = torch.nan  # would show
-        net.second[0][:, 2:6] = torch.nan
+        net.fc1[0][2:6] = torch.nan  # would show
+        net.fc2[0][:, 2:6] = torch.nan
         torch.testing.assert_close(run_open_rows(x, gate, net), expected)
         torch.testing.assert_close(run_blocks(x, gate, net), expected)
 
@@ -144,11 +144,9 @@ def test_groups_hold_every_block_once_and_as_many_samples_as_they_may(
 
 def test_no_gradient_of_what_needs_none() -> None:
     net = feed_forward(4, 2, 3, 5, nn.ReLU())
-    frozen = FeedForward(
-        (net.first[0].detach(), None), nn.ReLU(), (net.second[0], net.second[1]), 3
-    )
+    frozen = FeedForward((net.fc1[0].detach(), None), nn.ReLU(), (net.fc2[0], net.fc2[1]), 3)
     run_blocks(
         torch.randn(6, 4, dtype=torch.float64), random_gate(6, 2, 0.5), frozen
     ).sum().backward()
-    assert net.first[0].grad is None
-    assert net.second[0].grad is not None
+    assert net.fc1[0].grad is None
+    assert net.fc2[0].grad is not None

@@ -75,8 +75,8 @@ def test_values_and_gradients_are_those_of_float64(
         found = ENGINES[engine](x, gate, net)
         close(found, exact, dtype, "output")
         own = torch.autograd.grad((found * weights).sum(), wanted)
-        for index, (mine, other) in enumerate(zip(own, gradients, strict=True)):
+        for index, (mine, fc1_gate) in enumerate(zip(own, gradients, strict=True)):
             # Engines that skip blocks give closed gates no gradient.
             is_gate = index == 1 and engine != "masked"
-            expected = torch.where(gate != 0, other, 0.0) if is_gate else other
+            expected = torch.where(gate != 0, fc1_gate, 0.0) if is_gate else fc1_gate
             close(mine, expected.double(), dtype, f"gradient {index}")

@@ -68,10 +68,10 @@ def test_values_and_gradients(
             close(run_triton(x, gate, net), expected, dtype)
         of_masked = torch.autograd.grad((expected * weights).sum(), wanted)
         of_kernels = torch.autograd.grad((found * weights).sum(), wanted)
-        for index, (own, other) in enumerate(zip(of_kernels, of_masked, strict=True)):
+        for index, (own, fc1_gate) in enumerate(zip(of_kernels, of_masked, strict=True)):
             assert own.isfinite().all()
             # Closed gates learn nothing here.
-            close(own, other * (gate.detach() != 0) if index == 1 else other, dtype)
+            close(own, fc1_gate * (gate.detach() != 0) if index == 1 else fc1_gate, dtype)
 
 
 @here
@@ -80,15 +80,15 @@ def test_weights_by_unit_have_the_same_gradients() -> None:
 
     dtype = DTYPES[0]
     net = feed_forward(24, 3, 16, 20, nn.ReLU(), dtype, device=DEVICE)
-    second = net.second[0].detach().t().contiguous().t().requires_grad_()
-    by_unit = FeedForward(net.first, net.activation, (second, net.second[1]), 16)
+    fc2 = net.fc2[0].detach().t().contiguous().t().requires_grad_()
+    by_unit = FeedForward(net.fc1, net.activation, (fc2, net.fc2[1]), 16)
     x = torch.randn(40, 24, dtype=dtype, device=DEVICE)
     gate = random_gate(40, 3, 0.5, torch.float32).to(DEVICE)
     run_triton(x, gate, net).square().sum().backward()
     run_triton(x, gate, by_unit).square().sum().backward()
-    assert second.grad is not None
-    assert net.second[0].grad is not None
-    close(second.grad, net.second[0].grad, dtype)
+    assert fc2.grad is not None
+    assert net.fc2[0].grad is not None
+    close(fc2.grad, net.fc2[0].grad, dtype)
 
 
 @here

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dg_lightning import GatedFeedForward, GatedMLP, add_gates, gate_layers
-from dg_lightning.compute.whole_net import CountWholeNet
+from dg_lightning.compute.whole_net import FlopRecorder
 from dg_lightning.layers import GPT
 from dg_lightning.runtime import skip_closed_blocks, skipping
 
@@ -95,7 +95,7 @@ def test_where_it_cannot_skip_everything_is_computed() -> None:
     assert len(runs) == 1
     static = GatedFeedForward(16, 32, gate={"kind": "static"})
     hooked = GatedFeedForward(16, 32, gate=SCALED)
-    hooked.second.register_forward_hook(lambda *_: None)
+    hooked.fc2.register_forward_hook(lambda *_: None)
     for layer in (static, hooked):
         skip_closed_blocks(layer)
         counting(layer)
@@ -112,7 +112,7 @@ def test_gates_that_were_put_in_are_skipped_too() -> None:
     skip_closed_blocks(net, "blocks")
     with torch.no_grad():
         torch.testing.assert_close(net(x), expected)
-        with CountWholeNet(net) as count:  # its hooks need the maps
+        with FlopRecorder(net) as count:  # its hooks need the maps
             net(x)
     whole = count.result(samples=30)
     assert whole is not None
@@ -129,7 +129,7 @@ def test_autocast_checkpointing_copies_and_compiled_code() -> None:
     plain = layer(h)
     saved = checkpoint(layer, h.requires_grad_(), use_reentrant=False)
     torch.testing.assert_close(saved, plain)
-    grads = [torch.autograd.grad(y.sum(), layer.first.weight)[0] for y in (plain, saved)]
+    grads = [torch.autograd.grad(y.sum(), layer.fc1.weight)[0] for y in (plain, saved)]
     torch.testing.assert_close(*grads)
     clone = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
     torch.testing.assert_close(clone(h), plain)
@@ -348,9 +348,9 @@ def test_copies_are_trained(kind: str, engine: Any) -> None:
     if kind == "feed-forward":
         net = GatedFeedForward(16, 32, gate=UNSCALED)
     skip_closed_blocks(net, engine)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        other(torch.randn(3, 16)).sum().backward()
-        assert all(p.grad is not None for p in other.parameters())
+    for fc1_gate in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        fc1_gate(torch.randn(3, 16)).sum().backward()
+        assert all(p.grad is not None for p in fc1_gate.parameters())
 
 
 class Tripled(nn.Linear):
@@ -360,7 +360,7 @@ class Tripled(nn.Linear):
         return super().forward(x) * 3
 
 
-@pytest.mark.parametrize("name", ["first", "second"])
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
 def test_maps_with_a_forward_of_their_own_are_called(name: str) -> None:
     layer: Any = GatedFeedForward(16, 32, gate=SCALED).eval()
     own = getattr(layer, name)

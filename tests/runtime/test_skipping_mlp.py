@@ -251,9 +251,9 @@ def test_measuring_draws_nothing() -> None:
     gate: Any = {**DYNAMIC, "policy": "bernoulli", "scale": "probability"}
     net = fast_copy(GatedMLP(12, [32], 5, gate=gate), "auto").train()
     torch.manual_seed(3)
-    first = net(torch.ones(8, 12))
+    fc1 = net(torch.ones(8, 12))
     torch.manual_seed(3)
-    torch.testing.assert_close(net(torch.ones(8, 12)), first)  # now without measuring
+    torch.testing.assert_close(net(torch.ones(8, 12)), fc1)  # now without measuring
 
 
 def test_the_engine_of_cuda_says_so_on_a_cpu() -> None:

@@ -54,7 +54,7 @@ def killed_in_finish(self: Any, trial: Any, row: Any) -> None:
 
 
 KILLS: list[tuple[Any, str, Callable[..., None]]] = [
-    (runner.Stopwatch, "on_train_start", killed_in_training),
+    (runner.RunRecorder, "on_train_start", killed_in_training),
     (TrialQueue, "record_result", killed_in_finish),
     (runner, "write_tables", killed),
 ]
@@ -99,7 +99,7 @@ def interrupted_in_training(self: Any, *_: Any) -> None:
 
 def run_and_be_interrupted(folder: str) -> None:
     torch.set_num_threads(1)
-    runner.Stopwatch.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
+    runner.RunRecorder.on_train_start = interrupted_in_training  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_study(study(Path(folder), seeds=1), run_command)
 

@@ -126,7 +126,7 @@ def test_hopeless_trainings_are_given_up_and_failures_told(
         sampler="grid",
         trials=2,
         dominated_by=1,
-        give_up_after=0.0,
+        min_prune_fraction=0.0,
     )
     assert not run_search(asked, run_command)
     with (tmp_path / "results.csv").open() as file:
@@ -147,7 +147,7 @@ def killed_in_a_trial(folder: str) -> None:
     from dg_lightning.study import runner
 
     torch.set_num_threads(1)
-    runner.Stopwatch.on_train_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    runner.RunRecorder.on_train_start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     run_search(small(folder), run_command)
 
 

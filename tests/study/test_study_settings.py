@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dg_lightning.refusal import Refusal
+from dg_lightning.cli_error import CLIError
 from dg_lightning.study.settings import Variant, expand_seeds, plan_trials
 
 
@@ -51,7 +51,7 @@ def test_refuses() -> None:
         plan_trials("digits", {"../a": Variant()}, [0], [])
     with pytest.raises(ValueError, match=r"key=value, got 'trainer'"):
         plan_trials("digits", {"rigl": Variant()}, [0], ["trainer"])
-    with pytest.raises(Refusal):
+    with pytest.raises(CLIError):
         plan_trials("digits", {"ringle": Variant()}, [0], [])
     for seeds in (0, [], [1, 1], [-1]):
         with pytest.raises(ValueError, match="`seeds`"):

@@ -200,7 +200,7 @@ class OwnWeights(GPT):
         self.gains = gains
         layer: Any = self.blocks[0].feed_forward
         layer.activation.register_forward_hook(lambda _, __, units: units * gains)
-        layer.second.weight.data.mul_(20)
+        layer.fc2.weight.data.mul_(20)
 
 
 def test_units_that_cannot_change_places_stay_where_they_are() -> None:

@@ -81,14 +81,14 @@ def test_every_pair_of_a_chain_is_found() -> None:
         ("feed_forward", ["0"], 4),
         ("feed_forward", ["2"], 6),
     ]
-    assert found.left_alone == {"0": "it reads the model's input"}
-    assert found.positions == {"0": 1, "2": 1, "4": 1}
+    assert found.skipped == {"0": "it reads the model's input"}
+    assert found.calls_per_sample == {"0": 1, "2": 1, "4": 1}
 
 
 def test_both_makers_of_gated_units_are_found() -> None:
     (units,) = find_units(SwiGLU(), X).units.values()
     assert list(units.producers) == ["gate", "up"]
-    assert units.by_position
+    assert units.is_tokenwise
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -108,7 +108,7 @@ def test_heads_that_share_keys_close_together() -> None:
     assert (units.kind, units.blocks, units.block_size) == ("heads", 2, 4)
     assert units.producers["q"].tolist() == [0] * 4 + [1] * 4
     assert units.producers["kv"].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert not units.by_position
+    assert not units.is_tokenwise
 
 
 def test_channels_go_through_pooling_and_flattening() -> None:
@@ -150,23 +150,23 @@ def test_any_example_will_do(example: Tensor) -> None:
 def test_what_is_left_alone_has_a_reason(net: nn.Module, reason: str) -> None:
     found = find_units(net, X)
     assert not found.units
-    assert reason in found.left_alone["second"]
+    assert reason in found.skipped["second"]
 
 
 def test_maps_that_cannot_be_seen_are_named() -> None:
     net = nn.MultiheadAttention(8, 2, batch_first=True)
     found = find_units(net, (X[None], X[None], X[None]))
-    assert "did not run as a module" in found.left_alone["out_proj"]
+    assert "did not run as a module" in found.skipped["out_proj"]
     plain: Any = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     quantized = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
-    assert find_units(quantized, X).left_alone["2"] == "its weight is quantized"
+    assert find_units(quantized, X).skipped["2"] == "its weight is quantized"
 
 
 def test_the_maps_of_gates_are_no_maps_of_the_net() -> None:
     net = GatedMLP(8, [6], 2, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
     found = find_units(net, X)
-    assert found.left_alone["output"] == "it has a gate already"
-    assert not any("gate" in name for name in found.left_alone)
+    assert found.skipped["output"] == "it has a gate already"
+    assert not any("gate" in name for name in found.skipped)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -245,12 +245,12 @@ class Counts(nn.Module):
 
 def test_units_that_are_mixed_only_where_they_are_large_are_seen() -> None:
     found = find_units(Reads(clipped), torch.zeros(2, 8))
-    assert "units are mixed" in found.left_alone["second"]
+    assert "units are mixed" in found.skipped["second"]
 
 
 def test_a_path_that_depends_on_the_input_is_left_alone() -> None:
     found = find_units(Branches(), X)
-    assert found.left_alone["second"] == "what it reads depends on the input"
+    assert found.skipped["second"] == "what it reads depends on the input"
 
 
 def test_what_a_model_counts_is_as_before() -> None:
@@ -261,7 +261,7 @@ def test_what_a_model_counts_is_as_before() -> None:
 
 def test_later_positions_that_need_earlier_ones_are_not_decided_by_position() -> None:
     (units,) = find_units(Reads(lambda h: h.relu().cumsum(1)), torch.randn(2, 5, 8)).units.values()
-    assert not units.by_position
+    assert not units.is_tokenwise
 
 
 def test_weights_that_are_made_of_others_are_no_maps() -> None:
@@ -308,7 +308,7 @@ def test_units_that_act_where_they_are_closed_are_left_alone(name: str) -> None:
     weights = {key: value.clone() for key, value in net.state_dict().items()}
     found = find_units(net, X)
     assert not found.units
-    assert "second" in found.left_alone
+    assert "second" in found.skipped
     for key, value in net.state_dict().items():
         assert torch.equal(value, weights[key])
 
@@ -338,8 +338,8 @@ def test_more_examples_show_other_branches() -> None:
     assert set(found.units) == {"down"}
     found = find_units(Chooses(), X, [(X, True)])
     assert set(found.units) == {"down2"}
-    assert "read elsewhere" in found.left_alone["down"]
-    assert "read elsewhere" in found.left_alone["up2"]
+    assert "read elsewhere" in found.skipped["down"]
+    assert "read elsewhere" in found.skipped["up2"]
 
 
 class PlainLinear(nn.Linear):
@@ -369,7 +369,7 @@ class Standardized(nn.Conv2d):
 )
 def test_maps_of_other_classes_are_found_or_named(net: nn.Module, x: Tensor) -> None:
     found = find_units(net, x)
-    assert {"0", "2"} <= {*found.units, *found.left_alone}
+    assert {"0", "2"} <= {*found.units, *found.skipped}
 
 
 @pytest.mark.parametrize("unit", range(6))
@@ -409,7 +409,7 @@ def in_training(net: Any, h: Tensor, x: Tensor) -> Any:
 def test_units_that_act_in_other_ways_are_left_alone(forward: Any) -> None:
     found = find_units(Uses(forward), X)
     assert not found.units
-    assert "second" in found.left_alone
+    assert "second" in found.skipped
 
 
 class ZeroInit(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dg_lightning import GatedFeedForward, add_gates, gate_layers, remove_gates
 from dg_lightning.compute import executed_macs, linear_maps
 from dg_lightning.compute.macs import decision_macs
-from dg_lightning.compute.whole_net import CountWholeNet
+from dg_lightning.compute.whole_net import FlopRecorder
 
 STATIC: Any = {"kind": "static"}
 BLOCKS: Any = {"kind": "static", "block_size": 2}
@@ -237,7 +237,7 @@ class Beside(nn.Module):
 def test_only_products_of_the_units_are_saved_with_them() -> None:
     net, x = Beside().eval(), torch.randn(2, 5, 8)
     add_gates(net, feed_forward=STATIC, example=x)
-    with CountWholeNet(net) as count:
+    with FlopRecorder(net) as count:
         net(x)
     whole = count.result(samples=2)
     assert whole is not None

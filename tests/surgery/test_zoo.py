@@ -19,7 +19,7 @@ from zoo_language import GROUPED
 from dg_lightning import add_gates, gate_layers, param_groups, remove_gates
 from dg_lightning.callbacks import AddGates, GatePenalty, RigL
 from dg_lightning.compute import ComputeLedger
-from dg_lightning.compute.whole_net import CountWholeNet
+from dg_lightning.compute.whole_net import FlopRecorder
 from dg_lightning.surgery import CompactModel, compact, find_units, load_compact, save_compact
 from dg_lightning.surgery.recording import arguments_of
 
@@ -114,7 +114,7 @@ class Subject:
         self.found = add_gates(self.model, **wanted, example=self.example)
         self.opened = run(self.model, self.example)
         close_half(self.model)
-        with CountWholeNet(self.model) as count:
+        with FlopRecorder(self.model) as count:
             self.closed = run(self.model, self.example)
         self.count = count.result(samples(self.example))
 
@@ -132,7 +132,7 @@ def test_units_are_found_and_the_rest_is_named(subject: Subject) -> None:
     found, case = subject.found, subject.case
     kinds: list[str] = [units.kind for units in found.units.values()]
     assert {kind: kinds.count(kind) for kind in KINDS} == {k: getattr(case, k) for k in KINDS}
-    assert maps_of(subject.model) <= {*found.units, *found.left_alone}
+    assert maps_of(subject.model) <= {*found.units, *found.skipped}
 
 
 @pytest.mark.parametrize("name", sorted(ZOO.keys() - set(GATED)))
@@ -140,7 +140,7 @@ def test_where_nothing_is_gated_every_map_is_named(name: str) -> None:
     _, model, example, _ = built(name)
     found = find_units(model, example)
     assert not found.units
-    assert maps_of(model) <= set(found.left_alone)
+    assert maps_of(model) <= set(found.skipped)
     with pytest.raises(ValueError, match="feed_forward"):
         add_gates(model, feed_forward=STATIC, example=example)
 

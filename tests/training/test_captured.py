@@ -25,7 +25,7 @@ from dg_lightning.callbacks import (
     GatePenalty,
     RigL,
 )
-from dg_lightning.training.captured import why_not
+from dg_lightning.training.captured import capture_blocker
 
 
 def test_on_a_cpu_it_says_so_once_and_trains_as_usual(
@@ -57,7 +57,7 @@ def reason(module: Any, callbacks: list[Any], strategy: Any = None, **adam: Any)
         callbacks=callbacks,
         precision_plugin=None,
     )
-    return why_not(module, trainer)
+    return capture_blocker(module, trainer)
 
 
 def hooked() -> Own:
@@ -89,13 +89,13 @@ def test_what_stands_against_it_is_named(
 
 
 def test_a_fused_optimizer_is_taken_only_where_kernels_are_open() -> None:
-    from dg_lightning.training.optimizers import fused_if_open
+    from dg_lightning.training.optimizers import enable_fused
 
     for given in ({"foreach": True}, {"fused": False}, {"capturable": True}):
         spec: Any = {"class_path": "AdamW", "init_args": {"lr": 0.1, **given}}
-        assert fused_if_open(spec) == spec
+        assert enable_fused(spec) == spec
     spec = {"class_path": "torch.optim.NAdam", "init_args": {"lr": 0.1}}  # there is no fused one
-    assert fused_if_open(spec) == spec
+    assert enable_fused(spec) == spec
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_metrics_are_exact_far_from_zero() -> None:
     model.target_std.fill_(2.0)
     target = 1e5 + torch.randn(500, generator=torch.Generator().manual_seed(0))
     output = (target - 1e5)[:, None] / 2 * 0.9
-    model.val_metrics.update(*model.judged(output, target[:, None]))
+    model.val_metrics.update(*model.metric_inputs(output, target[:, None]))
     wanted = r2_score(target.double().numpy(), (1e5 + 2.0 * output[:, 0].double()).numpy())
     assert model.val_metrics.compute()["val/r2"].item() == pytest.approx(wanted, abs=1e-3)
     with pytest.raises(ValueError, match=r"one number a sample as target, got \[4, 2\]"):

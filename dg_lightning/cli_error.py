@@ -7,7 +7,7 @@ import traceback
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 
-class Refusal(SystemExit):
+class CLIError(SystemExit):
     """Exits the program, with status 2 for a user error and 1 for a failed run."""
 
     def __init__(self, message: str, status: int = 2) -> None:
@@ -15,10 +15,10 @@ class Refusal(SystemExit):
         self.message = message
 
 
-def refusal(message: str, cause: BaseException | None = None, status: int = 2) -> Refusal:
+def cli_error(message: str, cause: BaseException | None = None, status: int = 2) -> CLIError:
     """Print the message and return the exception to raise; `DG_TRACEBACK=1` shows the cause."""
     if cause is not None and os.environ.get("DG_TRACEBACK"):
         traceback.print_exception(cause)
     if getattr(rank_zero_only, "rank", 0) == 0:
         sys.stderr.write(f"dg-lightning: error: {message}\n")
-    return Refusal(message, status)
+    return CLIError(message, status)
