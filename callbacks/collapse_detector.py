@@ -218,9 +218,8 @@ class CollapseDetector(DeferredStateCallback):
             n: [GateState.from_dict(s) for s in h] for n, h in state["history"].items()
         }
         self._showing = dict(state["showing"])
-        self._penalized_since = dict(
-            state.get("penalized_since") or state["pressed_since"]
-        )  # in 0.2
+        key = "penalized_since" if "penalized_since" in state else "pressed_since"  # as in 0.2
+        self._penalized_since = dict(state[key])
         self._rescues |= {name: Rescue(**r) for name, r in state["rescues"].items()}
         self._checked_at = state["checked_at"]
         self._statistics.load_state_dict(state["statistics"])
