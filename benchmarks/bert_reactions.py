@@ -136,8 +136,8 @@ def main() -> None:
     gates = AddGates(
         feed_forward=static,
         heads=static,
-        only=["*encoder*"],
-        module="model",
+        layers=["*encoder*"],
+        submodule="model",
         example=example,
     )
     dense = tune([])

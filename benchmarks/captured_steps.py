@@ -78,7 +78,7 @@ def step_time(sizes: list[int], gate: Any, capture: bool) -> tuple[float, float]
     torch.manual_seed(0)
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": sizes[1:], "gate": gate}}
     adam: Any = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "fused": True}}
-    model = GatedClassifier(net, [sizes[0]], 10, optimizer=adam, capture=capture)
+    model = GatedClassifier(net, [sizes[0]], 10, optimizer=adam, cuda_graphs=capture)
     batch = (torch.randn(256, sizes[0]).cuda(), torch.randint(10, (256,)).cuda())
     clock = Clock()
     torch.cuda.empty_cache()
@@ -140,7 +140,7 @@ def mnist_epoch(root: str, options: list[str]) -> float:
 
 def epochs(root: str, rounds: int) -> Table:
     """Measure epochs of MNIST."""
-    never, capture = "--data.device_cache=never", "--model.capture=true"
+    never, capture = "--data.device_cache=never", "--model.cuda_graphs=true"
     ways = {"ordinary": [never], "data on the device": [], "and captured": [capture]}
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):

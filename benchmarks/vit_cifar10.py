@@ -51,7 +51,7 @@ def classifier(epochs: int, lr: float) -> GatedClassifier:
     """Return the module of `vit/baseline`."""
     cosine = {"class_path": "CosineAnnealingLR", "init_args": {"T_max": epochs}}
     adam = {"class_path": "AdamW", "init_args": {"lr": lr, "weight_decay": 0.05}}
-    return GatedClassifier(NET, SHAPE, 10, adam, cosine, capture=True)  # type: ignore[arg-type]
+    return GatedClassifier(NET, SHAPE, 10, adam, cosine, cuda_graphs=True)  # type: ignore[arg-type]
 
 
 def train(module: GatedClassifier, data: CIFAR10DataModule, epochs: int, output: Path) -> float:

@@ -34,18 +34,18 @@ class PenaltyTerm:
 
     Args:
         gates: The gates by name.
-        of: Whether rates are means of p or of g.
+        rate: Whether rates are means of p or of g.
         unit_costs: Costs of the blocks of a gate, by name; its rate is then a weighted mean.
     """
 
     def __init__(
         self,
         gates: Mapping[str, GateLike],
-        of: Literal["p", "g"] = "p",
+        rate: Literal["p", "g"] = "p",
         unit_costs: Mapping[str, list[float]] | None = None,
     ) -> None:
         self.gates = gates
-        self.of: Literal["p", "g"] = of
+        self.rate: Literal["p", "g"] = rate
         self.unit_costs = {
             name: DeviceScalars([cost / sum(costs) for cost in costs])
             for name, costs in (unit_costs or {}).items()
@@ -141,7 +141,7 @@ class PenaltyTerm:
 
     def _values(self) -> list[Tensor | None]:
         """Return what each gate has recorded last: its p or g."""
-        return [g.probability if self.of == "p" else g.gate for g in self.gates.values()]
+        return [g.probability if self.rate == "p" else g.gate for g in self.gates.values()]
 
     def _without_graph(self, values: list[Tensor | None]) -> list[str]:
         """Name the gates that can be trained and have run in this batch, but not with a graph."""

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from dg_lightning.arguments import checked
+from dg_lightning.arguments import checked, renamed
 from dg_lightning.gates.kinds import GateSettings, check_gate_settings
 from dg_lightning.surgery import UnitSearchResult, add_gates
 from dg_lightning.surgery.gating import gated_units
@@ -31,17 +31,18 @@ class AddGates(pl.Callback):
         heads: Gates on attention heads, which must be static.
         channels: Gates on channels between convolutions, which must be static.
         pairs: Names of two linear maps each, see `add_gates`.
-        only: Name patterns of the maps that read the units; None for all.
-        module: Name of the part of the LightningModule that gets gates; None for all of it.
-        example: What `module` is called with. None for its `example_input_array` or `dummy_inputs`,
-            or, if it has none, for the inputs of the first batch of the DataModule, or of the
-            LightningModule's own loader.
+        layers: Name patterns of the maps that read the units; None for all.
+        submodule: Name of the part of the LightningModule that gets gates; None for all of it.
+        example: Example inputs of `submodule`. None for its `example_input_array` or
+            `dummy_inputs`, or, if it has neither, for the inputs of the first batch of the
+            DataModule or of the LightningModule's own loader.
         more_examples: Further examples, which take other branches of the model.
 
     >>> AddGates(feed_forward={"kind": "static"}).settings["feed_forward"]
     {'kind': 'static'}
     """
 
+    @renamed(only="layers", module="submodule")
     @checked
     def __init__(
         self,
@@ -49,8 +50,8 @@ class AddGates(pl.Callback):
         heads: GateSettings | None = None,
         channels: GateSettings | None = None,
         pairs: list[tuple[str, str]] | None = None,
-        only: list[str] | None = None,
-        module: str | None = None,
+        layers: list[str] | None = None,
+        submodule: str | None = None,
         example: Any = None,
         more_examples: list[Any] | None = None,
     ) -> None:
@@ -66,8 +67,8 @@ class AddGates(pl.Callback):
         for given_example in (example, *(more_examples or [])):
             check_example(given_example)
         self.pairs = pairs or []
-        self.only = only
-        self.module = module or ""
+        self.layers = layers
+        self.submodule = submodule or ""
         self.example = example
         self.more_examples = more_examples or []
         self._found: UnitSearchResult | None = None
@@ -75,7 +76,7 @@ class AddGates(pl.Callback):
     @cached_property  # Lightning asks for it in every hook of every step
     @override
     def state_key(self) -> str:
-        return state_key(self, module=self.module)
+        return state_key(self, module=self.submodule)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class AddGates(pl.Callback):
         if self._found is None:
             return {}
         found = self._found.state()
-        return {"add_gates": {"module": self.module, "settings": self.settings, "found": found}}
+        return {"add_gates": {"module": self.submodule, "settings": self.settings, "found": found}}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -97,12 +98,12 @@ class AddGates(pl.Callback):
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         try:
-            part = pl_module.get_submodule(self.module)
+            part = pl_module.get_submodule(self.submodule)
         except AttributeError as error:
             parts = ", ".join(name for name, _ in pl_module.named_children())
             raise ValueError(
-                f"`module` of AddGates must name a part of {type(pl_module).__name__} ({parts}), "
-                f"got {self.module!r}."
+                f"`submodule` of AddGates must name a part of {type(pl_module).__name__} "
+                f"({parts}), got {self.submodule!r}."
             ) from error
         if not gated_units(part):  # by an earlier stage of this Trainer, or by hand
             self._put_into(part, trainer, pl_module, stage)
@@ -122,13 +123,13 @@ class AddGates(pl.Callback):
             names = ", ".join(name for name, _ in part.named_children())
             raise ValueError(
                 f"AddGates runs the model on an example, and {type(part).__name__} has no "
-                f"`forward`: name the part that has one with `module` ({names})."
+                f"`forward`: name the part that has one with `submodule` ({names})."
             )
         self._found = add_gates(
             part,
             **self.settings,
             pairs=self.pairs,
-            only=self.only,
+            layers=self.layers,
             example=example,
             more_examples=self.more_examples,
         )
@@ -136,7 +137,7 @@ class AddGates(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        gates = [gate for _, gate in gated_units(pl_module.get_submodule(self.module)).values()]
+        gates = [gate for _, gate in gated_units(pl_module.get_submodule(self.submodule)).values()]
         parameters = {id(p) for gate in gates for p in gate.parameters()}
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         of_gates = [

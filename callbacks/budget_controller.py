@@ -123,9 +123,10 @@ class BudgetController(DeferredStateCallback, Penalty):
         return any(regulator.landing.landed for regulator in self._regulators.values())
 
     @property
-    def reached(self) -> dict[str, float]:
-        """The share that deployed gates use, by budget, as last measured."""
-        return {name: regulator.reached for name, regulator in self._regulators.items()}
+    def reached(self) -> float | dict[str, float]:
+        """The share that deployed gates use, as last measured; by pattern for several budgets."""
+        shares = {name: regulator.reached for name, regulator in self._regulators.items()}
+        return shares if isinstance(self.budget, dict) else shares.get("", 0.0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

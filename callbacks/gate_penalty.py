@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.arguments import checked
+from dg_lightning.arguments import checked, renamed
 from dg_lightning.budget import (
     MacsCost,
     Usage,
@@ -38,11 +38,11 @@ class GatePenalty(Penalty):
     Args:
         weight: λ, the weight of the usage term: a number, or a schedule of the optimizer step
             (``{start: 0, end: 0.02, begin: 3 epochs}``: a warmup at 0, then a linear ramp).
-        usage: `linear` is the sum over gates of the mean p (the paper's term, which excludes a gate
-            on the input: see `layers`); `expected_macs` the expected share of the MACs of all
+        usage: `open_rate` is the sum over gates of the mean p (the paper's term, which excludes a
+            gate on the input: see `layers`); `expected_macs` the expected share of the MACs of all
             linear maps of the module; `target` the squared distance of each gate's rate from
             `target`; `hinge_below` and `hinge_above` how far it is below or above `target`.
-        of: Whether rates are means of `p` or of the hard `g`, whose gradient is that of p.
+        rate: Whether rates are means of `p` or of the hard `g`, whose gradient is that of p.
         target: The rate for `target` and the hinges, for all gates or by name pattern; None for the
             keep target of `ThresholdPhases`.
         power: Exponent of the hinges, 1 or 2.
@@ -65,12 +65,13 @@ class GatePenalty(Penalty):
     'expected_macs'
     """
 
+    @renamed(of="rate")
     @checked
     def __init__(
         self,
         weight: float | Schedule,
-        usage: Usage = "linear",
-        of: Literal["p", "g"] = "p",
+        usage: Usage = "open_rate",
+        rate: Literal["p", "g"] = "p",
         target: float | dict[str, float] | None = None,
         power: Literal[1, 2] = 2,
         layers: list[str] | None = None,
@@ -82,11 +83,11 @@ class GatePenalty(Penalty):
         for value in (self.weight.start, self.weight.end, self.weight.before or 0.0):
             if value < 0:
                 raise ValueError(f"`weight` must be at least 0, got {value}.")
-        if target is not None and usage in ("linear", "expected_macs"):
+        if target is not None and usage in ("open_rate", "expected_macs"):
             raise ValueError(f"`target` has no meaning with `usage={usage!r}`: leave it out.")
-        for rate in target.values() if isinstance(target, dict) else [target]:
-            if rate is not None and not 0 <= rate <= 1:
-                raise ValueError(f"`target` must be in [0, 1], got {rate}.")
+        for wanted in target.values() if isinstance(target, dict) else [target]:
+            if wanted is not None and not 0 <= wanted <= 1:
+                raise ValueError(f"`target` must be in [0, 1], got {wanted}.")
         for pattern, factor in (layer_weights or {}).items():
             if factor < 0:
                 raise ValueError(
@@ -100,7 +101,7 @@ class GatePenalty(Penalty):
         if unit_costs is not None and usage == "expected_macs":
             raise ValueError("`expected_macs` has its own prices: leave `unit_costs` out.")
         self.usage: Usage = usage
-        self.of: Literal["p", "g"] = of
+        self.rate: Literal["p", "g"] = rate
         self.target = target
         self.power = power
         self.layers = layers
@@ -117,7 +118,7 @@ class GatePenalty(Penalty):
         if self.usage == "expected_macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
                 f"`usage='expected_macs'` knows no linear map of {', '.join(unknown)}: "
-                "declare it in `feeds` of the gate, or use `usage='linear'`."
+                "declare it in `feeds` of the gate, or use `usage='open_rate'`."
             )
         self._prices = None
         if self.usage == "expected_macs":
@@ -135,7 +136,7 @@ class GatePenalty(Penalty):
                     f"`unit_costs` of {name} must be {blocks} numbers, at least 0 and not all 0, "
                     f"got {len(values)} from {min(values)} to {max(values)}."
                 )
-        self.term = PenaltyTerm(gates, self.of, costs)
+        self.term = PenaltyTerm(gates, self.rate, costs)
         layer_weights = values_by_pattern("layer_weights", self.layer_weights, gates, 1.0)
         self._layer_weights = DeviceScalars(layer_weights)
 
@@ -150,7 +151,7 @@ class GatePenalty(Penalty):
         gates = tuple(gate_layers(pl_module, self.layers))
         suffix = "" if self.name is None else f" {self.name}"
         curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates)]
-        if isinstance(self.target, float | int) and self.of == "p":
+        if isinstance(self.target, float | int) and self.rate == "p":
             constant = as_schedule("target", self.target).resolve(clock)
             curves.append(Curve("keep", f"target{suffix}", constant, gates))
         return curves
@@ -171,7 +172,7 @@ class GatePenalty(Penalty):
     @override
     def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         # The gradient of the linear term does not depend on other processes.
-        rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "linear")
+        rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "open_rate")
         if rates is None:
             return
         usage = usage_term(
@@ -197,7 +198,7 @@ class GatePenalty(Penalty):
 
     def _target_rates(self, trainer: Any) -> list[float]:
         """Return the rate that each gate should have."""
-        if self.usage in ("linear", "expected_macs"):
+        if self.usage in ("open_rate", "expected_macs"):
             return []
         gates = self.term.gates
         if isinstance(self.target, float | int):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from math import isfinite
@@ -42,6 +43,39 @@ def checked(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
 
     return checking
+
+
+def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept former names of arguments for one release, with a DeprecationWarning.
+
+    >>> @renamed(only="layers")
+    ... def add(layers: list[str]) -> list[str]:
+    ...     return layers
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     print(add(only=["3"]), caught[0].message)
+    ['3'] `only` is now `layers`: the old name will go with the next release.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def accepting(*args: P.args, **kwargs: P.kwargs) -> T:
+            for old, new in names.items():
+                if old in kwargs:
+                    if new in kwargs:
+                        raise TypeError(f"`{old}` is now `{new}`: give one of them.")
+                    warnings.warn(
+                        f"`{old}` is now `{new}`: the old name will go with the next release.",
+                        DeprecationWarning,
+                        stacklevel=2,
+                    )
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return accepting
+
+    return decorate
 
 
 def check_fields(instance: Any) -> None:

@@ -23,7 +23,7 @@ def data() -> DataLoader[Any]:
 
 
 def model(
-    gate: Any = None, capture: bool = False, kind: type = GatedClassifier, **more: Any
+    gate: Any = None, cuda_graphs: bool = False, kind: type = GatedClassifier, **more: Any
 ) -> Any:
     torch.manual_seed(1)
     net = {"hidden": [24, 16], "gate": gate, "dropout": more.pop("dropout", 0.0)}
@@ -33,7 +33,7 @@ def model(
         input_shape=[12],
         num_classes=3,
         optimizer={"class_path": "torch.optim.AdamW", "init_args": adam},
-        capture=capture,
+        cuda_graphs=cuda_graphs,
         **more,
     )
 

@@ -17,13 +17,13 @@ from dg_lightning.gates import Policy
 WEIGHT = 0.7
 # Every usage term, with settings that make it act: rates start at 0.8 or so.
 USAGES: dict[str, dict[str, Any]] = {
-    "linear": {"usage": "linear"},
-    "linear of g": {"usage": "linear", "of": "g"},
-    "linear with weights": {"usage": "linear", "layer_weights": {"*1*": 3.0}},
-    "linear with costs": {"usage": "linear", "unit_costs": {"*1*": [1.0, 2, 3, 4, 5, 6]}},
+    "linear": {"usage": "open_rate"},
+    "linear of g": {"usage": "open_rate", "rate": "g"},
+    "linear with weights": {"usage": "open_rate", "layer_weights": {"*1*": 3.0}},
+    "linear with costs": {"usage": "open_rate", "unit_costs": {"*1*": [1.0, 2, 3, 4, 5, 6]}},
     "expected MACs": {"usage": "expected_macs"},
     "target": {"usage": "target", "target": 0.3},
-    "target of g": {"usage": "target", "of": "g", "target": {"*0*": 0.3, "*1*": 0.2}},
+    "target of g": {"usage": "target", "rate": "g", "target": {"*0*": 0.3, "*1*": 0.2}},
     "hinge below": {"usage": "hinge_below", "target": 0.95},
     "hinge above": {"usage": "hinge_above", "target": 0.2, "power": 1},
 }

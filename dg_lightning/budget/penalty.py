@@ -10,17 +10,19 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from dg_lightning.arguments import renamed
 from dg_lightning.compute.macs import LinearMap, calls_per_sample
 from dg_lightning.gates.protocol import GateLike, connection_mask
 
-Usage: TypeAlias = Literal["linear", "expected_macs", "target", "hinge_below", "hinge_above"]
+Usage: TypeAlias = Literal["open_rate", "expected_macs", "target", "hinge_below", "hinge_above"]
 
 
+@renamed(of="rate")
 def penalty(
     gates: Mapping[str, GateLike],
-    usage: Usage = "linear",
+    usage: Usage = "open_rate",
     *,
-    of: Literal["p", "g"] = "p",
+    rate: Literal["p", "g"] = "p",
     targets: Tensor | None = None,
     power: int = 2,
     layer_weights: Tensor | None = None,
@@ -32,7 +34,7 @@ def penalty(
     Args:
         gates: The gates by name, as `gate_layers` returns them.
         usage: What is counted, see `usage_term`.
-        of: Whether rates are means of `p` or of the hard `g`.
+        rate: Whether rates are means of `p` or of the hard `g`.
         targets: The rate that each gate should have, for `target` and the hinges.
         power: 1 or 2, of the hinges.
         layer_weights: A weight for each gate.
@@ -47,7 +49,7 @@ def penalty(
     >>> round(term.item(), 3)
     0.8
     """
-    rates = mean_rates(gates, of, unit_shares)
+    rates = mean_rates(gates, rate, unit_shares)
     return usage_term(
         usage, rates, targets=targets, power=power, layer_weights=layer_weights, prices=prices
     )
@@ -55,7 +57,7 @@ def penalty(
 
 def mean_rates(
     gates: Mapping[str, GateLike],
-    of: Literal["p", "g"] = "p",
+    rate: Literal["p", "g"] = "p",
     unit_shares: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
@@ -67,7 +69,7 @@ def mean_rates(
     """
     means = []
     for name, gate in gates.items():
-        value = gate.probability if of == "p" else gate.gate
+        value = gate.probability if rate == "p" else gate.gate
         if value is None:
             raise RuntimeError(
                 f"Gate {name!r} has no probability: it took no part in the last forward pass."
@@ -94,9 +96,9 @@ def usage_term(
     """Return the usage of gates with these rates.
 
     Args:
-        usage: `linear` is the sum of the rates; `target` of their squared distances to `targets`;
-            `hinge_below` and `hinge_above` of what they lack to `targets` or have above them, to
-            the given power; `expected_macs` the share of MACs, see `MacsCost`.
+        usage: `open_rate` is the sum of the rates; `target` the sum of their squared distances to
+            `targets`; `hinge_below` and `hinge_above` the sum of how far they are below or above
+            `targets`, to the given power; `expected_macs` the share of MACs, see `MacsCost`.
         rates: A rate for each gate.
         targets: A rate for each gate.
         power: Of the hinges.
@@ -104,7 +106,7 @@ def usage_term(
         prices: Of `expected_macs`.
 
     >>> rates = torch.tensor([0.5, 0.25])
-    >>> usage_term("linear", rates).item()
+    >>> usage_term("open_rate", rates).item()
     0.75
     >>> usage_term("hinge_above", rates, targets=torch.tensor([0.25, 0.5]), power=1).item()
     0.25
@@ -114,7 +116,7 @@ def usage_term(
         return prices.usage(
             rates if layer_weights is None else scale_gradient(rates, layer_weights)
         )
-    if usage == "linear":
+    if usage == "open_rate":
         terms = rates
     else:
         assert targets is not None

@@ -31,7 +31,7 @@ from dg_lightning.cli_error import cli_error
 from dg_lightning.runtime.export import Exported, Format, check_inputs, export
 from dg_lightning.runtime.lowering import (
     FREEZE_USAGE,
-    MAX_ACCURACY_LOSS,
+    MAX_ACCURACY_DROP,
     PlainNet,
     block_usage,
     fastest_plain_net,
@@ -74,12 +74,12 @@ def run_export(args: list[str]) -> None:
         f"--min_usage of the validation samples open them ({FREEZE_USAGE} if that is 0). This "
         "changes the outputs of the net and makes it as fast as one with static gates. `auto` "
         "freezes, and says so, if the gates make the net slower than the dense one and accuracy "
-        "falls by at most --max_loss; never with --min_usage.",
+        "falls by at most --max_accuracy_drop; never with --min_usage.",
     )
     parser.add_argument(
-        "--max_loss",
+        "--max_accuracy_drop",
         type=float,
-        default=MAX_ACCURACY_LOSS,
+        default=MAX_ACCURACY_DROP,
         help="Largest drop in validation accuracy for --freeze_gates=auto.",
     )
     parser.add_argument(
@@ -93,8 +93,8 @@ def run_export(args: list[str]) -> None:
     _require_packages(given.format)
     if not 0 <= given.min_usage < 1:
         raise cli_error(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
-    if not 0 <= given.max_loss <= 1:
-        raise cli_error(f"`max_loss` must be from 0 to 1, got {given.max_loss}.")
+    if not 0 <= given.max_accuracy_drop <= 1:
+        raise cli_error(f"`max_accuracy_drop` must be from 0 to 1, got {given.max_accuracy_drop}.")
     net = load_net(given.ckpt_path)
     sizes = check_batch_sizes(given.batch_sizes)
     asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
@@ -144,7 +144,7 @@ def _compact_net(
     if held_out is None or (given.freeze_gates is False and not given.min_usage):
         return net, fastest_plain_net(net, sizes)
     if given.freeze_gates == "auto" and not given.min_usage:
-        return freeze_if_faster(net, held_out, sizes, given.max_loss)
+        return freeze_if_faster(net, held_out, sizes, given.max_accuracy_drop)
     usage = block_usage(net, (x for x, _ in held_out()))
     if given.freeze_gates is True:
         frozen = freeze_gates(net, usage, given.min_usage or FREEZE_USAGE)

@@ -379,7 +379,7 @@ def _remove_idle_units(stack: list[Layer]) -> None:
 
 
 FREEZE_USAGE = 0.05  # blocks open for at least this share of samples stay open when frozen
-MAX_ACCURACY_LOSS = 0.01  # largest drop in accuracy for which gates are frozen automatically
+MAX_ACCURACY_DROP = 0.01  # largest drop in accuracy for which gates are frozen automatically
 _NOISE = 1.03  # timings within this factor count as equal
 _REMOVE_NOTHING = 2**31  # as `multiple`: rounds every width up to its full size
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -431,7 +431,7 @@ def freeze_if_faster(
     net: GatedMLP,
     data: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     batch_sizes: Sequence[int] = (1, 32, 1024),
-    max_loss: float = MAX_ACCURACY_LOSS,
+    max_accuracy_drop: float = MAX_ACCURACY_DROP,
 ) -> tuple[GatedMLP, PlainNet]:
     """Lower a net, and freeze its dynamic gates if they cost more time than they save.
 
@@ -442,7 +442,7 @@ def freeze_if_faster(
         data: Returns batches of inputs and labels, to measure usage and the accuracy lost by
             freezing; called twice.
         batch_sizes: The batch sizes to measure.
-        max_loss: Largest acceptable drop in accuracy (R² for numbers) on this data.
+        max_accuracy_drop: Largest acceptable drop in accuracy (R² for numbers) on this data.
 
     Returns:
         The net, with frozen gates or not, and its plain form.
@@ -466,7 +466,7 @@ def freeze_if_faster(
     nets_now = [copy.deepcopy(each).eval() for each in (net, frozen)]
     measure, (before, after) = scores(nets_now, data())
     effect = f"validation {measure} is {before:.2%} with them and {after:.2%} without"
-    if before - after > max_loss:
+    if before - after > max_accuracy_drop:
         made.notes.append(f"{reason} They stay: {effect}.")
         return net, made
     small.notes.append(f"{reason} They are frozen: {effect}.")

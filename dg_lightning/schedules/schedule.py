@@ -402,7 +402,7 @@ def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | N
         return (
             f"{keep.label} sits on θ ({targets[at]:.3g} and {theta[at]:.3g}): the mean p is parked "
             "on the threshold, and a little noise opens or closes all gates; keep them apart, or "
-            "take the rates `of: g`."
+            "take the rates `rate: g`."
         )
     return None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from dg_lightning.arguments import renamed
 from dg_lightning.budget import GateBudget, gate_budgets
 from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.gates import Gate, GateSettings, gate_layers
@@ -162,7 +163,7 @@ def cluster(
         raise ValueError(
             f"{type(model).__name__} computes something else when units of its feed-forwards come "
             f"in another order (loss {float(before):.4f}, then {float(after):.4f}): it has weights "
-            "of its own for each unit; name other maps with `only`."
+            "of its own for each unit; name other maps with `layers`."
         )
 
 
@@ -245,6 +246,7 @@ class Converted:
         )
 
 
+@renamed(only="layers")
 def convert(
     model: nn.Module,
     batches: Iterable[Any],
@@ -254,7 +256,7 @@ def convert(
     loss: Loss | None = None,
     validation: Iterable[Any] | None = None,
     example: Any = None,
-    only: list[str] | None = None,
+    layers: list[str] | None = None,
     teach_steps: int = 250,
     tune_steps: int = 1000,
     learning_rate: float = 3e-4,
@@ -275,7 +277,7 @@ def convert(
             modules, or the `.loss` that models of Hugging Face return.
         validation: Batches by which losses are compared; None for the first training batches.
         example: What the model is called with, see `find_units`.
-        only: Name patterns of the maps that read the units; None for all feed-forwards.
+        layers: Name patterns of the maps that read the units; None for all feed-forwards.
         teach_steps: Steps in which gates are taught.
         tune_steps: Steps in which all is trained on.
         learning_rate: The highest learning rate of these steps.
@@ -300,7 +302,7 @@ def convert(
             f"`teach_steps` and `tune_steps` must be at least 1, got {teach_steps}, {tune_steps}."
         )
     evaluate = _loss_of(model) if loss is None else loss
-    found = _feed_forwards(model, example, only)
+    found = _feed_forwards(model, example, layers)
     gates = build_gates(model, found, settings)
     share = budget - _decision_share(gates)
     if share <= 0:
@@ -365,7 +367,7 @@ def _on_device(loss: Loss, device: torch.device) -> Loss:
     return run
 
 
-def _feed_forwards(model: nn.Module, example: Any, only: list[str] | None) -> UnitSearchResult:
+def _feed_forwards(model: nn.Module, example: Any, layers: list[str] | None) -> UnitSearchResult:
     found = find_units(model, example)
     units = {
         name: u
@@ -377,7 +379,7 @@ def _feed_forwards(model: nn.Module, example: Any, only: list[str] | None) -> Un
             f"{type(model).__name__} has no feed-forward to convert: "
             f"{'; '.join(found.reasons()) or 'none was found'}."
         )
-    units = filter_by_name(units, only, "map with units to gate")
+    units = filter_by_name(units, layers, "map with units to gate")
     return UnitSearchResult(units, found.skipped, found.calls_per_sample)
 
 

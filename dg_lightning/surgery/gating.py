@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dg_lightning.arguments import renamed
 from dg_lightning.compute.macs import as_matrix, is_linear_map, set_calls_per_sample, unit_axis
 from dg_lightning.gates import Feeds, Gate, GateSettings, gate_layers, make_gate
 from dg_lightning.gates.protocol import filter_by_name
@@ -68,6 +69,7 @@ class Hooks:
         return {**self.__dict__, "_open": None}  # with a graph it can be neither copied nor pickled
 
 
+@renamed(only="layers")
 def add_gates(
     model: nn.Module,
     *,
@@ -75,7 +77,7 @@ def add_gates(
     heads: GateSettings | None = None,
     channels: GateSettings | None = None,
     pairs: Sequence[tuple[str, str]] = (),
-    only: Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
     example: Any = None,
     more_examples: Sequence[Any] = (),
 ) -> UnitSearchResult:
@@ -94,7 +96,7 @@ def add_gates(
         pairs: Names of two maps each: the first makes units, the second reads them. Only these get
             gates, those of `feed_forward`, whatever lies between them; nothing is looked for, and
             only the second map is known to save compute.
-        only: Name patterns of the maps that read the units; None for all.
+        layers: Name patterns of the maps that read the units; None for all.
         example: What the model is called with, see `find_units`.
         more_examples: Further examples, which take other branches of the model.
 
@@ -130,7 +132,7 @@ def add_gates(
             f"{' and '.join(f'`{kind}`' for kind in missing)}: "
             f"{'; '.join(found.reasons()) or 'no linear map ran'}."
         )
-    units = filter_by_name(units, only, "map with units to gate")
+    units = filter_by_name(units, layers, "map with units to gate")
     found = UnitSearchResult(units, found.skipped, found.calls_per_sample)
     install_gates(model, found, settings)
     return found

@@ -340,11 +340,11 @@ class CapturedSteps(pl.LightningModule):
     ...
     ...     def configure_optimizers(self):
     ...         return torch.optim.AdamW(self.parameters(), fused=True)
-    >>> Regression().capture
+    >>> Regression().cuda_graphs
     True
     """
 
-    capture = True  # whether to record steps
+    cuda_graphs = True  # whether to record steps
     _graphs: StepGraphs | None = None  # while training
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
@@ -392,7 +392,7 @@ class CapturedSteps(pl.LightningModule):
     @override
     def on_train_start(self) -> None:
         self._graphs = None
-        if self.capture:
+        if self.cuda_graphs:
             for optimizer in self.trainer.optimizers:
                 restore_fused(optimizer)
             if (reason := capture_blocker(self, self.trainer)) is None:

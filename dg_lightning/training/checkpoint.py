@@ -72,6 +72,9 @@ def _local_path(source: str | Path) -> Path:
     return path
 
 
+_RENAMED_HPARAMS = {"capture": "cuda_graphs"}  # since version 0.2
+
+
 def read_checkpoint(
     source: str | Path | IO[bytes], also: Iterable[str] = (), name: str | Path | None = None
 ) -> dict[str, Any]:
@@ -117,7 +120,12 @@ def read_checkpoint(
         ) from error
     if not isinstance(source, (str, Path)):
         source.seek(start)
-    return _checked(content, named, also)
+    checkpoint = _checked(content, named, also)
+    saved = checkpoint.get("hyper_parameters", {})
+    for old, new in _RENAMED_HPARAMS.items():
+        if old in saved:
+            saved[new] = saved.pop(old)
+    return checkpoint
 
 
 def _first_byte(source: str | Path | IO[bytes], start: int) -> bytes:
@@ -325,6 +333,10 @@ def checked(
         if any("_instantiator" in saved.get(key, {}) for key in _HYPER_PARAMETERS):
             raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
         hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
+        own = saved.get("hyper_parameters", {})
+        names = _RENAMED_HPARAMS.values() & signature(cls).parameters.keys() & own.keys()
+        renamed = {name: own[name] for name in names}
+        hparams = renamed | hparams  # Lightning reads the file again, with its own names
         limit = limited_to_weights(
             saved, source if isinstance(source, (str, Path)) else "The checkpoint"
         )

@@ -36,8 +36,8 @@ class GatedClassifier(GatedModule):
         gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
             without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
-            is then `fused` if it can be.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+            optimizer is then `fused` if possible.
 
     | logged key | meaning |
     |---|---|
@@ -64,7 +64,7 @@ class GatedClassifier(GatedModule):
         label_smoothing: float = 0.0,
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
-        capture: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         classes = known_num_classes(num_classes, net)
         if not 0 <= label_smoothing <= 1:
@@ -86,7 +86,7 @@ class GatedClassifier(GatedModule):
             lr_scheduler_monitor,
             gate_lr_factor,
             gate_clip_norm,
-            capture,
+            cuda_graphs,
         )
         self.save_hyperparameters()
         self.label_smoothing = label_smoothing

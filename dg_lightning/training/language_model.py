@@ -33,8 +33,8 @@ class GatedLM(GatedModule):
         gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
             without weight decay. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
-            is then `fused` if it can be.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+            optimizer is then `fused` if possible.
         engine: How feed-forwards skip closed blocks, see `runtime.skip_closed_blocks`. `masked`
             computes everything, so that training is the same on every machine; `predict` skips.
 
@@ -64,7 +64,7 @@ class GatedLM(GatedModule):
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
-        capture: bool = False,
+        cuda_graphs: bool = False,
         engine: Engine = "masked",
     ) -> None:
         tokens = known_num_classes(num_classes, net)
@@ -79,7 +79,7 @@ class GatedLM(GatedModule):
             lr_scheduler_monitor,
             gate_lr_factor,
             gate_clip_norm,
-            capture,
+            cuda_graphs,
         )
         self.save_hyperparameters()
         if engine != "masked":

@@ -150,8 +150,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
         gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
             without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
-            is then `fused` if it can be.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+            optimizer is then `fused` if possible.
     """
 
     input_dtype = torch.float32  # of samples
@@ -168,7 +168,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
-        capture: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
         # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
@@ -186,7 +186,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.lr_scheduler_interval = lr_scheduler_interval
         self.lr_scheduler_monitor = lr_scheduler_monitor
         self.gate_lr_factor = gate_lr_factor
-        self.gate_clip_norm, self.capture = gate_clip_norm, capture
+        self.gate_clip_norm, self.cuda_graphs = gate_clip_norm, cuda_graphs
         check_settings(gate_lr_factor, gate_clip_norm)
         self.val_metrics = metrics.clone(prefix="val/")
         self.test_metrics = metrics.clone(prefix="test/")
@@ -346,7 +346,11 @@ class GatedModule(CapturedSteps, TrustedLoading):
         scheduling = self.lr_scheduler, self.lr_scheduler_interval, self.lr_scheduler_monitor
         optimizer = self.optimizer
         on_gpu = self.device.type == "cuda"
-        if self.capture and on_gpu and may_be_fused(self.trainer, self.gate_clip_norm is not None):
+        if (
+            self.cuda_graphs
+            and on_gpu
+            and may_be_fused(self.trainer, self.gate_clip_norm is not None)
+        ):
             optimizer = enable_fused(optimizer)
         return build_optimizers(self.net, optimizer, self.gate_lr_factor, *scheduling)
 

@@ -31,8 +31,8 @@ class GatedRegressor(GatedModule):
         gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
             without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
         gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        capture: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the optimizer
-            is then `fused` if it can be.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+            optimizer is then `fused` if possible.
 
     | logged key | meaning |
     |---|---|
@@ -56,7 +56,7 @@ class GatedRegressor(GatedModule):
         lr_scheduler_monitor: str = "val/loss",
         gate_lr_factor: float = 1.0,
         gate_clip_norm: float | None = None,
-        capture: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         check_is_config(net)
         errors = {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
@@ -71,7 +71,7 @@ class GatedRegressor(GatedModule):
             lr_scheduler_monitor,
             gate_lr_factor,
             gate_clip_norm,
-            capture,
+            cuda_graphs,
         )
         self.save_hyperparameters()
         self.num_classes = 0  # none, for callbacks that look at classes

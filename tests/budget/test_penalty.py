@@ -76,7 +76,7 @@ def test_gradients_by_hand(values: list[float], seed: int) -> None:
     weights = torch.rand(3, generator=generator, dtype=torch.float64)
     distance, (a, b, c) = rates.detach() - targets, values
     by_hand: dict[tuple[Any, int], Any] = {
-        ("linear", 1): torch.ones(3, dtype=torch.float64),
+        ("open_rate", 1): torch.ones(3, dtype=torch.float64),
         ("target", 1): 2 * distance,
         ("hinge_below", 1): -(distance < 0).double(),
         ("hinge_below", 2): 2 * distance.clamp(max=0),
@@ -95,7 +95,7 @@ def test_gradients_by_hand(values: list[float], seed: int) -> None:
 def test_anybody_may_add_the_penalty_to_a_loss(of: Any) -> None:
     net, rates = net_with_rates(0.5, 0.25, 0.8)
     prices = prices_of(net)
-    term = penalty(gate_layers(net), "expected_macs", of=of, prices=prices)
+    term = penalty(gate_layers(net), "expected_macs", rate=of, prices=prices)
     expected = rates if of == "p" else torch.tensor([0.0, 0.0, 1.0])
     torch.testing.assert_close(term, prices.usage(expected))
     (0.1 * term).backward()
@@ -112,12 +112,12 @@ def test_terms_by_hand() -> None:
     def value(usage: Any, **terms: Any) -> float:
         return usage_term(usage, rates, targets=targets, **terms).item()
 
-    assert value("linear") == 0.75
+    assert value("open_rate") == 0.75
     assert value("target") == 0.125
     assert value("hinge_below") == value("hinge_above") == 0.0625
     assert value("hinge_below", power=1) == value("hinge_above", power=1) == 0.25
     weights = torch.tensor([2.0, 0.0])
-    assert value("linear", layer_weights=weights) == 1.0
+    assert value("open_rate", layer_weights=weights) == 1.0
     assert value("hinge_below", layer_weights=weights) == 0.0
 
 

@@ -145,7 +145,7 @@ def test_a_classifier_is_loaded_from_its_checkpoint_alone(tmp_path: Path) -> Non
     sizes = {"patch": 4, "width": 12, "depth": 1, "heads": 3}
     net: Any = {"class_path": "dg_lightning.layers.VisionTransformer", "init_args": sizes}
     module = GatedClassifier(net, input_shape=[1, 8, 8], num_classes=10)
-    gates = AddGates(feed_forward=STATIC, heads=STATIC, module="net")
+    gates = AddGates(feed_forward=STATIC, heads=STATIC, submodule="net")
     trainer = trainer_for([gates], tmp_path, max_steps=2)
     trainer.fit(module, data())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -171,7 +171,7 @@ def test_two_parts_get_gates_of_their_own(tmp_path: Path) -> None:
             return out
 
     module = Two()
-    callbacks = [AddGates(feed_forward=STATIC, module=name) for name in ("body", "twin")]
+    callbacks = [AddGates(feed_forward=STATIC, submodule=name) for name in ("body", "twin")]
     trainer_for(callbacks, tmp_path, max_steps=2).fit(module, data())
     assert len(gate_layers(module)) == 4
 
@@ -195,7 +195,7 @@ def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `module` \(body\)"):
         trainer_for([AddGates(STATIC)], tmp_path).fit(Bare(), data())
     with pytest.raises(ValueError, match=r"AddGates must name a part of Bare \(body\), got 'head'"):
-        trainer_for([AddGates(STATIC, module="head")], tmp_path).fit(Bare(), data())
+        trainer_for([AddGates(STATIC, submodule="head")], tmp_path).fit(Bare(), data())
 
 
 def test_bad_settings_get_one_line() -> None:

@@ -56,7 +56,7 @@ def test_static_gates_use_the_budget_and_not_more(
     share = model.compute_report.macs / model.compute_report.macs_dense
     one_unit = (64 + 32) / model.compute_report.macs_dense
     assert budget - one_unit <= share <= budget
-    assert controller.reached[""] == pytest.approx(share, abs=1e-6)
+    assert controller.reached == pytest.approx(share, abs=1e-6)
     assert trainer.callback_metrics["val/accuracy"] > 0.5  # 8 epochs
 
 
@@ -73,7 +73,7 @@ def test_what_is_used_is_monitored_as_it_was_last_measured(tmp_path: Path) -> No
     controller = BudgetController(0.5, every_n_steps=7)  # steps that are not logged
     _, trainer = fitted([controller], tmp_path, epochs=2)
     assert trainer.callback_metrics["gates/budget_used"].item() == pytest.approx(
-        controller.reached[""], rel=1e-6
+        controller.reached, rel=1e-6
     )
 
 
@@ -153,7 +153,7 @@ def test_the_average_of_swa_uses_what_was_reached(epochs: int, first: bool, tmp_
     assert model.compute_report is not None
     share = model.compute_report.macs / model.compute_report.macs_dense
     assert controller.landed
-    assert share == pytest.approx(controller.reached[""], abs=1e-6)
+    assert share == pytest.approx(controller.reached, abs=1e-6)
     assert share <= 0.4
 
 
@@ -187,7 +187,7 @@ def test_a_shift_opens_gates_that_use_too_little(method: Any, tmp_path: Path) ->
     else:
         assert closing.opened[1:4] == pytest.approx([0.4] * 3, abs=0.1)
         assert controller._regulators[""].multiplier.value == pytest.approx(0.1)  # not moved
-    assert controller.reached[""] == pytest.approx(0.4, abs=0.02)  # by the landing
+    assert controller.reached == pytest.approx(0.4, abs=0.02)  # by the landing
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ pytestmark = [
 PENALTIES: dict[str, Callable[[], Any]] = {
     "linear": lambda: GatePenalty(0.5),
     "target": lambda: GatePenalty(0.5, usage="target", target=0.3),
-    "target of g": lambda: GatePenalty(0.5, usage="target", of="g", target=0.3),
+    "target of g": lambda: GatePenalty(0.5, usage="target", rate="g", target=0.3),
     "hinge_above": lambda: GatePenalty(0.5, usage="hinge_above", target=0.2),
     "expected_macs": lambda: GatePenalty(0.5, usage="expected_macs"),
     "budget": lambda: BudgetController(0.8),

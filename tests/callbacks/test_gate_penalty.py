@@ -63,8 +63,8 @@ class TwoLosses(ForeignByHand):
 
 
 def test_a_forward_pass_is_penalised_once_however_many_losses_it_has() -> None:
-    model = fitted({"usage": "linear"}, cls=TwoLosses)
-    for name, grad in analytic_gradient({"usage": "linear"}, 1).items():
+    model = fitted({"usage": "open_rate"}, cls=TwoLosses)
+    for name, grad in analytic_gradient({"usage": "open_rate"}, 1).items():
         torch.testing.assert_close(model.grads[name], grad, msg=name)
 
 
@@ -83,9 +83,9 @@ class VectorLoss(ForeignByHand):
 
 def test_what_would_make_it_act_wrongly_or_not_at_all_is_refused() -> None:
     with pytest.raises(RuntimeError, match="there is no graph behind the last forward pass"):
-        fitted({"usage": "linear"}, cls=WithoutGraph)
+        fitted({"usage": "open_rate"}, cls=WithoutGraph)
     with pytest.raises(ValueError, match=r"needs a scalar loss, got shape \(16, 1\)"):
-        fitted({"usage": "linear"}, cls=VectorLoss)
+        fitted({"usage": "open_rate"}, cls=VectorLoss)
     model = Foreign()
     model.backbone[1] = GatedLinear(8, 6, gate={"kind": "static"}, norm="layer")
     loader = DataLoader(TensorDataset(samples()), batch_size=16)
@@ -207,7 +207,7 @@ def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
         GatePenalty(-1)
     with pytest.raises(ValueError, match=r"`usage` must be linear.* or hinge_above, got 'l0'"):
         GatePenalty(1, "l0")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`target` has no meaning with `usage='linear'`"):
+    with pytest.raises(ValueError, match="`target` has no meaning with `usage='open_rate'`"):
         GatePenalty(1, target=0.5)
     with pytest.raises(ValueError, match=r"`weight` takes start, end, .*, got from"):
         GatePenalty({"from": 1})  # type: ignore[arg-type]

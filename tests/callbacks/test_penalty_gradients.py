@@ -149,4 +149,4 @@ def test_a_single_gate_without_a_graph_is_named() -> None:
             return loss
 
     with pytest.raises(RuntimeError, match=r"cannot act on backbone.0.gate: there is no graph"):
-        fitted({"usage": "linear"}, cls=Overwritten)
+        fitted({"usage": "open_rate"}, cls=Overwritten)

@@ -93,12 +93,12 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
         steps = load(str(tmp_path / "net.safetensors"))
         return capsys.readouterr().out, any("Gated" in type(step).__name__ for step in steps)
 
-    said, looks = export("--max_loss=1")
+    said, looks = export("--max_accuracy_drop=1")
     assert not looks
     assert "They are frozen" in said
     assert "--freeze_gates=false keeps the gates" in said
     gated = 0.5
-    said, looks = export("--max_loss=1")
+    said, looks = export("--max_accuracy_drop=1")
     assert looks
     gated = 2.0
     said, looks = export("--freeze_gates=false")
@@ -143,7 +143,10 @@ def test_without_a_validation_part_gates_stay(
     [
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
-        (["export", "--ckpt_path=a.ckpt", "--output=a", "--max_loss=2"], "`max_loss`"),
+        (
+            ["export", "--ckpt_path=a.ckpt", "--output=a", "--max_accuracy_drop=2"],
+            "`max_accuracy_drop`",
+        ),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--format=h5"], "format"),
     ],
 )

@@ -206,7 +206,7 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
     assert 0 < lost < 1
     data = [(part, net(part).argmax(-1)) for part in x.split(100)]
     net.train()  # which changes nothing, and is not changed
-    chosen, made = freeze_if_faster(net, lambda: data, [1], max_loss=lost + 1e-6)
+    chosen, made = freeze_if_faster(net, lambda: data, [1], max_accuracy_drop=lost + 1e-6)
     assert net.training
     assert not any(step["kind"] == "gated" for step in made.steps)
     torch.testing.assert_close(made.net(x), chosen(x))
@@ -214,7 +214,7 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
         f"frozen: validation accuracy is 100.00% with them and {1 - lost:.2%}" in note
         for note in made.notes
     )
-    kept, made = freeze_if_faster(net, lambda: data, [1], max_loss=lost - 1e-6)
+    kept, made = freeze_if_faster(net, lambda: data, [1], max_accuracy_drop=lost - 1e-6)
     assert kept is net
     assert any("They stay" in note for note in made.notes)
     torch.testing.assert_close(made.net(x), net(x))

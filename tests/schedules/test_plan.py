@@ -68,7 +68,7 @@ def test_a_risky_setting_is_named_and_nothing_else(name: str) -> None:
 def test_gentle_settings_raise_nothing() -> None:
     ramp = Schedule(0.0, 1.0, "cosine", begin="1 epoch")
     assert risks_of(GatePenalty(ramp), TemperatureAnnealing(2.0, 1.0), ThresholdPhases()) == []
-    assert risks_of(GatePenalty(1.0, "target", of="g", target=0.6), threshold=0.6) == []
+    assert risks_of(GatePenalty(1.0, "target", rate="g", target=0.6), threshold=0.6) == []
 
 
 def test_the_papers_phases_stop_at_the_buffer_before_the_last_descent() -> None:

@@ -158,8 +158,8 @@ def test_it_works_in_mixed_precision_and_holds_its_own_gates_only(trained: GPT) 
     net = copy.deepcopy(trained)
     given: Any = {"gate": GATE, "loss": next_token(net), "example": copying()[0][:, :-1], **STEPS}
     with torch.autocast("cpu", torch.bfloat16):
-        convert(net, copying(), budget=0.8, only=["blocks.0.*"], **given)
-        done = convert(net.train(), copying(), budget=0.4, only=["blocks.1.*"], **given)
+        convert(net, copying(), budget=0.8, layers=["blocks.0.*"], **given)
+        done = convert(net.train(), copying(), budget=0.4, layers=["blocks.1.*"], **given)
     assert net.training
     opened = [float(gate.gate.float().mean()) for gate in gate_layers(net).values()]  # type: ignore[union-attr]
     assert done.used == pytest.approx(0.4, abs=0.01)

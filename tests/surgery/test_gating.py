@@ -125,7 +125,7 @@ def test_a_compiled_model_has_gates_too() -> None:
 
 def test_patterns_choose_units() -> None:
     net = plain()
-    assert list(add_gates(net, feed_forward=STATIC, only=["3"], example=X).units) == ["3"]
+    assert list(add_gates(net, feed_forward=STATIC, layers=["3"], example=X).units) == ["3"]
     assert list(gate_layers(net)) == ["3.dg_gate"]
 
 
@@ -167,7 +167,7 @@ def test_padding_takes_the_same_way_with_gates() -> None:
     ("wrong", "said"),
     [
         (lambda net: add_gates(net, example=X), "Say what to gate"),
-        (lambda net: add_gates(net, feed_forward=STATIC, example=X, only=["no"]), "'no'"),
+        (lambda net: add_gates(net, feed_forward=STATIC, example=X, layers=["no"]), "'no'"),
         (lambda net: add_gates(net, heads=STATIC, example=X), "has no heads to gate"),
         (lambda net: add_gates(nn.Linear(8, 2), feed_forward=STATIC, example=X), "no feed_forward"),
         (lambda net: add_gates(net.to("meta"), feed_forward=STATIC, example=X), "meta device"),

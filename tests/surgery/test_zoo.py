@@ -263,7 +263,7 @@ def test_it_trains_with_callbacks_and_resumes(name: str, tmp_path: Any) -> None:
     def fit(steps: int, path: Any) -> dict[str, Tensor]:
         _, model, example, wanted = built(name)
         callbacks = [
-            AddGates(**wanted, module="model", example=example),
+            AddGates(**wanted, submodule="model", example=example),
             GatePenalty(weight=100.0),
             RigL(0.5, every_n_steps=1, until=1.0),
         ]

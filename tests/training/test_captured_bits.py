@@ -148,7 +148,7 @@ def test_a_resumed_training_reaches_the_same_bits(gate: Any, device: Any, tmp_pa
 
 def test_a_module_of_somebody_trains_to_the_same_bits(device: Any, tmp_path: Path) -> None:
     captured, ordinary = Own(), Own()
-    ordinary.capture = False
+    ordinary.cuda_graphs = False
     got = fit(captured, [], tmp_path, **device)
     fit(ordinary, [], tmp_path, **device)
     assert_same(captured, ordinary)
@@ -166,7 +166,7 @@ def test_a_step_that_waits_for_the_device_is_told_of_and_trained_as_usual(
     device: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, ordinary = Waits(), Waits()
-    ordinary.capture = False
+    ordinary.cuda_graphs = False
     with caplog.at_level(logging.INFO):
         got = fit(waits, [], tmp_path, **device)
     fit(ordinary, [], tmp_path, **device)

@@ -27,7 +27,7 @@ def assert_equal(make: Any, root: Path, callbacks: Any = list, **options: Any) -
     modules, logged = [], []
     for capture in (True, False):
         module = make()
-        module.capture = capture
+        module.cuda_graphs = capture
         replays = fit(module, callbacks(), root, accelerator="cpu", **options)
         assert any(replays.replayed) == capture
         modules.append(module)

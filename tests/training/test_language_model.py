@@ -78,7 +78,7 @@ def test_it_learns_at_the_budget_and_loads_from_its_checkpoint(
     logged = run.callback_metrics
     assert logged["val/loss"] < 1.5  # 5.5 at first, 0.4 if all is known
     assert shift.landed
-    assert shift.reached[""] == pytest.approx(0.4, abs=0.02)
+    assert shift.reached == pytest.approx(0.4, abs=0.02)
     assert logged["gates/open_rate"] == pytest.approx(0.4, abs=0.05)
     # The ledger counts a token.
     assert lm.compute_report is not None
