@@ -141,7 +141,9 @@ def main() -> None:
         example=example,
     )
     dense = tune([])
-    gated = tune([gates, BudgetController(budget=given.budget, begin=0.1, until=0.5, landing=0.6)])
+    gated = tune(
+        [gates, BudgetController(budget=given.budget, begin="10%", until="50%", freeze_at="60%")]
+    )
     small = compact(gated, example)
     with tempfile.TemporaryDirectory() as folder:
         save_compact(small, Path(folder) / "small.safetensors")

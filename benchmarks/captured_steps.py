@@ -64,7 +64,7 @@ class Clock(pl.Callback):
 def every_callback() -> list[Any]:
     """Return the callbacks of a fused training, pressing all the time."""
     return [
-        BudgetController(0.25, begin=0, until=0.9, landing=0.95),
+        BudgetController(0.25, begin=0, until="90%", freeze_at="95%"),
         TemperatureAnnealing(),
         MinimumActivity(0.05),
         CollapseDetector(),

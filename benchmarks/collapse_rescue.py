@@ -23,15 +23,18 @@ from dg_lightning.schedules import Phase, Schedule
 
 def trainings() -> dict[str, tuple[list[Any], CollapseDetector]]:
     """Return the callbacks of each training run."""
-    ramp = Schedule(0.0, 1.0, begin=0.1, until=0.6)
-    strong = Schedule(0.0, 200.0, "step", begin=0.2)
-    phases = [Phase(0.9, 0.55, 1.0), Phase(0.02, 0.97, 50.0, begin=0.5)]
+    ramp = Schedule(0.0, 1.0, begin="10%", until="60%")
+    strong = Schedule(0.0, 200.0, "step", begin="20%")
+    phases = [Phase(0.9, 0.55, 1.0), Phase(0.02, 0.97, 50.0, begin="50%")]
     found: dict[str, tuple[list[Any], CollapseDetector]] = {
         "healthy": ([GatePenalty(ramp, "expected_macs")], CollapseDetector())
     }
     for action in ("warn", "rescue"):
         found[f"strong penalty, {action}"] = ([GatePenalty(strong)], CollapseDetector(action))
-        shock = [GatePenalty(20.0, "target"), ThresholdPhases(phases, join=0, buffer_keep=None)]
+        shock = [
+            GatePenalty(20.0, "target"),
+            ThresholdPhases(phases, transition=0, buffer_keep=None),
+        ]
         found[f"phase shock, {action}"] = (shock, CollapseDetector(action))
     return found
 

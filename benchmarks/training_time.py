@@ -35,7 +35,7 @@ from dg_lightning.gates import GateSettings
 BATCH = 128
 LAMBDA = 1e-3
 FEWEST, MOST = 3.0, 1.5  # limits: usual loop / ours, ours / raw loop
-GATE: GateSettings = {"kind": "static", "initial_open_rate": 0.8, "min_open": 0.02}
+GATE: GateSettings = {"kind": "static", "initial_open_rate": 0.8, "min_open": "2%"}
 # In addition to CollapseDetector, ExactResume and BudgetController of the config.
 MORE = [
     "dg_lightning.callbacks.TemperatureAnnealing",
@@ -133,7 +133,7 @@ def epochs(root: str, rounds: int) -> Iterator[tuple[str, list[float]]]:
         run_command(
             [
                 *["fit", "--config=mnist/dynamicgate", f"--data.root={root}"],
-                *["--trainer.accelerator=cpu", "--trainer.callbacks.begin=0.0"],
+                *["--trainer.accelerator=cpu", "--trainer.callbacks.begin=0%"],
                 *[
                     "--model.optimizer.fused=true",
                     "--trainer.limit_val_batches=0",

@@ -9,7 +9,7 @@ from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
 from .magnitude_pruning import MagnitudePruning
 from .minimum_activity import MinimumActivity
-from .revive_dormant import ReviveDormant
+from .revive_dormant import ContinualBackprop, ReviveDormant
 from .rigl import RigL
 from .routing_monitor import RoutingMonitor
 from .schedules import TemperatureAnnealing, ThresholdPhases
@@ -24,6 +24,7 @@ __all__ = [
     "AddGates",
     "BudgetController",
     "CollapseDetector",
+    "ContinualBackprop",
     "ExactResume",
     "GateMonitor",
     "GatePenalty",

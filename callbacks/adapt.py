@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from dg_lightning.arguments import checked
+from dg_lightning.arguments import checked, renamed
 from dg_lightning.collapse.statistics import open_shares
 from dg_lightning.continual import AccuracyMatrix, Protection, TaskData, task_data
 from dg_lightning.continual.tasks import logits_of
@@ -19,7 +19,7 @@ from dg_lightning.training.averaging import check_no_running_state
 
 from ._shared import mean_over_ranks
 
-What: TypeAlias = Literal["nothing", "gates", "inactive", "both", "all"]
+Train: TypeAlias = Literal["nothing", "gates", "inactive", "both", "all"]
 _COMPARED = 8  # batches whose decisions are compared
 _LEAST_COST = 0.01  # of a drift, to speak of recovery
 _NOT_MEASURED = -1.0  # in checkpoints, where values are compared
@@ -34,7 +34,7 @@ class Adapt(pl.Callback):
     So runs with the same seed adapt the same net. It must validate all tasks after every epoch.
 
     Args:
-        what: `nothing`; `gates`; `inactive`: weights to and from units that are rarely open;
+        train: `nothing`; `gates`; `inactive`: weights to and from units that are rarely open;
             `both`; or `all` weights, gates included.
         batches: Batches of the second task to learn from.
         inactive: Units are inactive if less than this share of samples opens them, in the last
@@ -52,17 +52,18 @@ class Adapt(pl.Callback):
     as a tensor or under the key `logits`, and labels must be the second item of a batch. A run that
     is resumed after the drift logs no flips.
 
-    >>> Adapt("gates", batches=100).what
+    >>> Adapt("gates", batches=100).train
     'gates'
     """
 
+    @renamed(what="train")
     @checked
-    def __init__(self, what: What = "both", batches: int = 200, inactive: float = 0.3) -> None:
+    def __init__(self, train: Train = "both", batches: int = 200, inactive: float = 0.3) -> None:
         if batches < 1:
             raise ValueError(f"`batches` must be at least 1, got {batches}.")
         if not 0 < inactive <= 1:
             raise ValueError(f"`inactive` must be above 0 and at most 1, got {inactive}.")
-        self.what = what
+        self.train = train
         self.batches = batches
         self.inactive = inactive
         self._forget()
@@ -101,14 +102,14 @@ class Adapt(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.what != "all":
+        if self.train != "all":
             check_no_running_state(pl_module, trainer, self)
         if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise ValueError(
                 "Adapt compares the validations right before and after: leave "
                 "`check_val_every_n_epoch` and `val_check_interval` alone."
             )
-        needed = self.what not in ("nothing", "all")
+        needed = self.train not in ("nothing", "all")
         self._gates = gate_layers(pl_module, required=needed)
 
     @override
@@ -133,12 +134,12 @@ class Adapt(pl.Callback):
         if not len(self.rates) and self._gates:  # a resumed run has them
             self.rates = mean_over_ranks(trainer, shares / batches).cpu()
         self._buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
-        with_gates = self.what in ("nothing", "inactive")
+        with_gates = self.train in ("nothing", "inactive")
         self._protection = Protection(pl_module, with_gates=with_gates)
-        if self.what == "all":
+        if self.train == "all":
             return
         active: dict[GateLike, Tensor] = {}
-        if self.what in ("inactive", "both"):
+        if self.train in ("inactive", "both"):
             gates = list(self._gates.values())
             sizes = [gate.units // gate.block_size for gate in gates]
             often = (self.rates >= self.inactive).split(sizes)
@@ -232,7 +233,7 @@ class Adapt(pl.Callback):
             )
         buffers = dict(pl_module.named_buffers())
         moved = [n for n, before in self._buffers.items() if not torch.equal(buffers[n], before)]
-        if self.what != "all" and (moved or self._protection.moved()):
+        if self.train != "all" and (moved or self._protection.moved()):
             rank_zero_warn(
                 f"{', '.join(moved) or 'Weights'} moved although Adapt holds them: leave out what "
                 "changes them beside the optimizers, as schedules and budgets of gates do."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dg_lightning.arguments import checked
+from dg_lightning.arguments import checked, renamed
 from dg_lightning.budget import (
     FrozenGates,
     Measure,
@@ -33,7 +33,7 @@ class BudgetController(DeferredStateCallback, Penalty):
 
     It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts by
     what the hard gates really use, decisions included. The allowed share falls from what is used at
-    `begin` to the budget at `until`. At `landing` the gates are frozen, and over some steps their
+    `begin` to the budget at `until`. At `freeze_at` the gates are frozen, and over some steps their
     logits are shifted, in proportion to what a unit costs, until the budget is used and not
     exceeded; units of a gate still open in the learned order. From then on only the other weights
     are trained. Budgets are held on validation inputs, where there are any: what GateNets use
@@ -51,7 +51,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             those that are closed, so what a penalty has closed would stay closed.
         begin: When the penalty begins.
         until: When the budget should be reached.
-        landing: When the gates are frozen on it.
+        freeze_at: When the gates are frozen on it.
         every_n_steps: Optimizer steps between measurements; None for 1/200 of the training run.
         initial_weight: The initial λ.
         max_weight: The largest λ.
@@ -72,15 +72,16 @@ class BudgetController(DeferredStateCallback, Penalty):
     'macs'
     """
 
+    @renamed(landing="freeze_at")
     @checked
     def __init__(
         self,
         budget: float | dict[str, float],
         measure: Measure = "macs",
         method: Literal["pi", "dual", "shift"] = "pi",
-        begin: Duration = 0.05,
-        until: Duration = 0.3,
-        landing: Duration = 0.4,
+        begin: Duration = "5%",
+        until: Duration = "30%",
+        freeze_at: Duration = "40%",
         every_n_steps: int | None = None,
         initial_weight: float = 0.1,
         max_weight: float = 100.0,
@@ -90,11 +91,11 @@ class BudgetController(DeferredStateCallback, Penalty):
         check_budget(budget, layers, initial_weight, max_weight)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
-        for argument, when in (("begin", begin), ("until", until), ("landing", landing)):
+        for argument, when in (("begin", begin), ("until", until), ("freeze_at", freeze_at)):
             check_duration(argument, when)
         self.budget = dict(budget) if isinstance(budget, dict) else budget
         self.measure, self.method = measure, method
-        self.begin, self.until, self.landing = begin, until, landing
+        self.begin, self.until, self.freeze_at = begin, until, freeze_at
         self.initial_weight, self.max_weight = initial_weight, max_weight
         self.every_n_steps, self.layers, self.name = every_n_steps, layers, name
         self.term = PenaltyTerm({})
@@ -148,7 +149,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         super().on_train_start(trainer, pl_module)
         for regulator in self._regulators.values():
             regulator.budget.check_feasible(regulator.name)
-        times = self.begin, self.until, self.landing, self.every_n_steps
+        times = self.begin, self.until, self.freeze_at, self.every_n_steps
         self._times = Timetable.resolve(Clock.from_trainer(trainer), *times)
         warn_of_risks(self, trainer, pl_module)
         init_recorded_gates(self.term.gates.values())
@@ -223,7 +224,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         if self._held is not None:
             self._held.hold()
         step, times = trainer.global_step, self._times
-        lands = not self.landed and step >= (times.landed if self.frozen else times.landing)
+        lands = not self.landed and step >= (times.landed if self.frozen else times.freeze_at)
         due = step // times.interval > self._measured_at // times.interval
         is_new = step > self._measured_at and (due or lands)
         if is_new:
@@ -243,9 +244,9 @@ class BudgetController(DeferredStateCallback, Penalty):
             used = regulator.measure(mean)
             if self._held is not None:
                 regulator.land(used, self._times.landing_progress(step), mean)
-            elif self._times.begin <= step < self._times.landing:
+            elif self._times.begin <= step < self._times.freeze_at:
                 regulator.control(used, self._times.progress_at(step), mean)
-        if step >= self._times.landing:
+        if step >= self._times.freeze_at:
             self._freeze(trainer, pl_module)
 
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:

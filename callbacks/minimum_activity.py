@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.collapse.statistics import GateStatistics, unit_rates
+from dg_lightning.gates.base import check_count
 from dg_lightning.gates.protocol import (
     GateLike,
     gate_layers,
@@ -31,31 +32,29 @@ class MinimumActivity(DeferredStateCallback):
     open, those with the largest p.
 
     Args:
-        min_open: The floor: a float is a share of a layer's gates (the paper's r_min, 0.05 to 0.1),
-            an int a count (its forced top-k); for all gates or by name pattern. None keeps the
-            gates' own.
+        min_open: The floor: a share of a layer's gates such as "5%" (the paper's r_min, 5 to 10 %),
+            or a count (its forced top-k); for all gates or by name pattern. None keeps the gates'
+            own.
         revive_after: Reset units of GateNets that no sample has opened for this long to their
             initial open rate. None for never.
         revive_until: When reviving ends, so that gates can settle.
         layers: Name patterns of the gates; None for all.
 
-    >>> MinimumActivity(min_open=0.05).min_open
-    0.05
+    >>> MinimumActivity(min_open="5%").min_open
+    '5%'
     """
 
     @checked
     def __init__(
         self,
-        min_open: int | float | dict[str, int | float] | None = 0.05,
+        min_open: int | float | str | dict[str, int | float | str] | None = "5%",
         revive_after: Duration | None = None,
-        revive_until: Duration = 0.75,
+        revive_until: Duration = "75%",
         layers: list[str] | None = None,
     ) -> None:
         for floor in min_open.values() if isinstance(min_open, dict) else [min_open]:
-            if floor is not None and (floor < 0 or (isinstance(floor, float) and floor > 1)):
-                raise ValueError(
-                    f"`min_open` must be a share in [0, 1] or a count from 0 on, got {floor}."
-                )
+            if floor is not None:
+                check_count("min_open", floor)
         if revive_after is not None:
             check_duration("revive_after", revive_after)
         check_duration("revive_until", revive_until)

@@ -1,7 +1,7 @@
 """Give units that have gone silent a fresh start."""
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,45 +19,29 @@ from dg_lightning.training import log_step
 from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
 
-class ReviveDormant(DeferredStateCallback):
-    """Keeps a net able to learn: units that hardly act or carry little start anew.
+class Revival(DeferredStateCallback):
+    """Gives units a fresh start: the base of `ReviveDormant` and `ContinualBackprop`.
 
-    A unit that starts anew gets fresh incoming weights, no outgoing ones, and a fresh state of the
-    optimizer; what it has added on average stays, as part of a bias. Units are those between linear
-    maps or convolutions, found by running the model, whatever it is. Units that a finished task
-    uses (`TaskGates`) are left alone.
+    A revived unit gets fresh incoming weights, no outgoing ones, and a fresh optimizer state; its
+    mean output stays, as part of a bias. Units are those between linear maps or convolutions,
+    found by running the model, whatever it is. Units that a finished task uses (`TaskGates`) are
+    left alone.
 
     Args:
-        rule: `dormant`: units whose mean size is at most `threshold` of their layer's mean, every
-            `every_n_steps` (Sokar et al., "The dormant neuron phenomenon in deep reinforcement
-            learning", arXiv:2302.12902). `utility`: in every step a share `rate` of the units older
-            than `maturity`, those whose mean size times outgoing weights is least (Dohare et al.,
-            "Loss of plasticity in deep continual learning", Nature 632, 2024).
-        threshold: See `dormant`.
-        every_n_steps: See `dormant`.
-        rate: See `utility`.
-        maturity: Passes after which a unit may start anew, for both rules.
+        threshold: Units whose mean output is at most this share of their layer's mean are dormant.
+        every_n_steps: Optimizer steps between two counts of dormant units.
+        maturity: Passes after which a unit may be revived.
         decay: Decay of the running means of units.
-        layers: Name patterns of the maps that read the units; None for all.
-        example: What the LightningModule is called with, see `AddGates`.
+        layers: Name patterns of the consumers of the units; None for all.
+        example: Example inputs of the LightningModule, see `AddGates`.
         seed: Seed of fresh weights; None for the seed of the run.
-
-    | logged key | meaning |
-    |---|---|
-    | `dormant/share/<layer>` | share of the units that are dormant |
-    | `dormant/revived/<layer>` | units that have started anew |
-
-    >>> ReviveDormant(rule="utility", rate=1e-4).rule
-    'utility'
     """
 
     @checked
     def __init__(
         self,
-        rule: Literal["dormant", "utility"] = "dormant",
         threshold: float = 0.025,
         every_n_steps: int = 1000,
-        rate: float = 1e-4,
         maturity: int = 100,
         decay: float = 0.99,
         layers: list[str] | None = None,
@@ -72,16 +56,21 @@ class ReviveDormant(DeferredStateCallback):
             if value < 0:
                 raise ValueError(f"`{name}` must be at least 0, got {value}.")
         check_example(example)
-        if not 0 <= rate <= 1:
-            raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
         if not 0 <= decay < 1:
             raise ValueError(f"`decay` must be in [0, 1), got {decay}.")
-        self.rule = rule
         self.threshold, self.every_n_steps = threshold, every_n_steps
-        self.rate, self.maturity, self.decay = rate, maturity, decay
+        self.maturity, self.decay = maturity, decay
         self.layers, self.example, self.seed = layers, example, seed
         self.units: dict[str, WatchedUnits] = {}
         self._handles: list[Any] = []
+
+    def is_due(self, name: str, step: int) -> bool:
+        """Return True if units of a layer may be revived after this step."""
+        return step % self.every_n_steps == 0
+
+    def choose(self, name: str, figures: Tensor, dormant: Tensor, mature: Tensor) -> Tensor:
+        """Return a mask of the units to revive."""
+        raise NotImplementedError
 
     @cached_property  # Lightning asks for it in every hook of every step
     @override
@@ -133,35 +122,19 @@ class ReviveDormant(DeferredStateCallback):
 
     def _look_after(self, trainer: Any, name: str) -> None:
         units, step = self.units[name], self._seen_at
-        due = step % self.every_n_steps == 0
-        if self.rule == "utility":
-            self._pending[name] += self.rate * units.size
-            due = due or self._pending[name] >= 1
-        if not due:
+        if not self.is_due(name, step):
             return
         figures = units.figures()
         dormant = units.is_dormant(figures, self.threshold)
         self._shares[name] = float(dormant.float().mean())
         mature = (figures[2] > self.maturity) & units.is_free()
-        if self.rule == "dormant":
-            chosen = dormant & mature
-        else:
-            chosen = self._least_useful(name, units.utility(figures), mature)
+        chosen = self.choose(name, figures, dormant, mature)
         if count := int(chosen.sum()):
             generator = generator_for(self._seed, name, step, torch.device("cpu"))
             with torch.random.fork_rng():
                 torch.manual_seed(generator.initial_seed())
                 units.revive(chosen, figures, trainer.optimizers)
             self._revived[name] += count
-            if self.rule == "dormant":
-                rank_zero_info(f"ReviveDormant at step {step}, {name}: revived {count} units.")
-
-    def _least_useful(self, name: str, utility: Tensor, mature: Tensor) -> Tensor:
-        """Return the units that are due by the rule of utility."""
-        count = min(int(self._pending[name]), int(mature.sum()))
-        self._pending[name] -= int(self._pending[name])
-        order = utility.masked_fill(~mature, torch.inf).argsort(stable=True)[:count]
-        return torch.zeros_like(mature).index_fill_(0, order, True)
 
     @override
     def current_state(self) -> dict[str, Any]:
@@ -192,3 +165,76 @@ class ReviveDormant(DeferredStateCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handles": []}
+
+
+class ReviveDormant(Revival):
+    """Revives dormant units every `every_n_steps`, so that a net stays able to learn.
+
+    A unit is dormant if its mean output is at most `threshold` of its layer's mean (Sokar et al.,
+    "The dormant neuron phenomenon in deep reinforcement learning", arXiv:2302.12902). Takes the
+    arguments of `Revival`.
+
+    | logged key | meaning |
+    |---|---|
+    | `dormant/share/<layer>` | share of the units that are dormant |
+    | `dormant/revived/<layer>` | units revived so far |
+
+    >>> ReviveDormant(threshold=0.1).every_n_steps
+    1000
+    """
+
+    @override
+    def choose(self, name: str, figures: Tensor, dormant: Tensor, mature: Tensor) -> Tensor:
+        chosen = dormant & mature
+        if count := int(chosen.sum()):
+            rank_zero_info(f"ReviveDormant at step {self._seen_at}, {name}: {count} units.")
+        return chosen
+
+
+class ContinualBackprop(Revival):
+    """Revives the least useful units at a steady rate, so that a net stays able to learn.
+
+    In every step a share `rate` of the mature units is due: those with the smallest product of mean
+    output and outgoing weights (Dohare et al., "Loss of plasticity in deep continual learning",
+    Nature 632, 2024). Logs the same keys as `ReviveDormant`.
+
+    Args:
+        rate: Share of units to revive in every step.
+        maturity: Passes after which a unit may be revived.
+        decay: Decay of the running means of units.
+        layers: Name patterns of the consumers of the units; None for all.
+        example: Example inputs of the LightningModule, see `AddGates`.
+        seed: Seed of fresh weights; None for the seed of the run.
+
+    >>> ContinualBackprop(rate=1e-3).maturity
+    100
+    """
+
+    @checked
+    def __init__(
+        self,
+        rate: float = 1e-4,
+        maturity: int = 100,
+        decay: float = 0.99,
+        layers: list[str] | None = None,
+        example: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        options: dict[str, Any] = {"decay": decay, "layers": layers, "example": example}
+        super().__init__(maturity=maturity, seed=seed, **options)
+        if not 0 <= rate <= 1:
+            raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
+        self.rate = rate
+
+    @override
+    def is_due(self, name: str, step: int) -> bool:
+        self._pending[name] += self.rate * self.units[name].size
+        return super().is_due(name, step) or self._pending[name] >= 1
+
+    @override
+    def choose(self, name: str, figures: Tensor, dormant: Tensor, mature: Tensor) -> Tensor:
+        utility = self.units[name].utility(figures)
+        count = min(int(self._pending[name]), int(mature.sum()))
+        self._pending[name] -= int(self._pending[name])
+        order = utility.masked_fill(~mature, torch.inf).argsort(stable=True)[:count]
+        return torch.zeros_like(mature).index_fill_(0, order, True)

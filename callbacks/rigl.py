@@ -89,7 +89,7 @@ class RigL(Rewiring):
         every_n_steps: int = 100,
         drop_fraction: float = 0.3,
         drop_shape: DropShape = "cosine",
-        until: Duration = 0.75,
+        until: Duration = "75%",
         grow: Literal["gradient", "mean_gradient"] = "gradient",
         mean_decay: float = 0.9,
         gate_aware: Literal["no", "grow", "drop_and_grow"] = "no",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from dg_lightning.arguments import as_dataclass, checked
+from dg_lightning.arguments import as_dataclass, checked, renamed
 from dg_lightning.gates import GateLike, gate_layers, set_temperature, set_threshold, shared_state
 from dg_lightning.gates.protocol import set_initial_temperature
 from dg_lightning.schedules import (
@@ -46,7 +46,7 @@ class TemperatureAnnealing(pl.Callback):
     |---|---|
     | `gates/temperature` | τ; with the suffix `/<layer>` if `layers` is given |
 
-    >>> TemperatureAnnealing(start=2.0, end=1.0, until=0.7).schedule.end
+    >>> TemperatureAnnealing(start=2.0, end=1.0, until="70%").schedule.end
     1.0
     """
 
@@ -57,7 +57,7 @@ class TemperatureAnnealing(pl.Callback):
         end: float = 1.0,
         shape: Shape = "linear",
         begin: Duration = 0,
-        until: Duration = 0.7,
+        until: Duration = "70%",
         staircase: Literal["epoch"] | None = None,
         layers: list[str] | None = None,
     ) -> None:
@@ -103,8 +103,8 @@ class TemperatureAnnealing(pl.Callback):
 
 _PAPER = (
     Phase(keep=0.90, threshold=0.55, weight_factor=0.0),
-    Phase(keep=0.55, threshold=0.65, weight_factor=1.0, begin=0.3),
-    Phase(keep=0.25, threshold=0.75, weight_factor=1.5, begin=0.7),
+    Phase(keep=0.55, threshold=0.65, weight_factor=1.0, begin="30%"),
+    Phase(keep=0.25, threshold=0.75, weight_factor=1.5, begin="70%"),
 )
 
 
@@ -117,7 +117,7 @@ class ThresholdPhases(pl.Callback):
 
     Args:
         phases: The phases in order; None for the paper's three, with its middle values.
-        join: Length of the transition between phases; 0 for a jump.
+        transition: Length of the transition between phases; 0 for a jump.
         buffer_keep: An intermediate keep target before the last phase's, if that is lower (the
             paper: about 0.30, to avoid a collapse); null for none.
         buffer: How long the intermediate target holds.
@@ -132,22 +132,23 @@ class ThresholdPhases(pl.Callback):
     0.75
     """
 
+    @renamed(join="transition")
     @checked
     def __init__(
         self,
         phases: list[Phase] | None = None,
-        join: Duration = 0.1,
+        transition: Duration = "10%",
         buffer_keep: float | None = 0.30,
-        buffer: Duration = 0.05,
+        buffer: Duration = "5%",
         layers: list[str] | None = None,
     ) -> None:
         given = _PAPER if phases is None else phases
         self.phases = [as_dataclass("phases", phase, Phase) for phase in given]
         if buffer_keep is not None and not 0 <= buffer_keep <= 1:
             raise ValueError(f"`buffer_keep` must be in [0, 1], got {buffer_keep}.")
-        check_duration("join", join)
+        check_duration("transition", transition)
         check_duration("buffer", buffer)
-        self.join = join
+        self.transition = transition
         self.buffer_keep = buffer_keep
         self.buffer = buffer
         self.layers = layers
@@ -174,7 +175,7 @@ class ThresholdPhases(pl.Callback):
                 "Phases must begin one after the other, the first at step 0, got steps "
                 f"{', '.join(map(str, starts))}."
             )
-        width = clock.steps(self.join, "join")
+        width = clock.steps(self.transition, "transition")
         keeps, keep_starts = [phase.keep for phase in self.phases], list(starts)
         stop = self.buffer_keep
         if stop is not None and len(keeps) > 1 and keeps[-1] < stop < keeps[-2]:

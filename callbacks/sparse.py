@@ -355,7 +355,7 @@ class Rewiring(SparseCallback):
         every_n_steps: int = 100,
         drop_fraction: float = 0.3,
         drop_shape: DropShape = "cosine",
-        until: Duration = 0.75,
+        until: Duration = "75%",
         exclude_just_dropped: bool = False,
         initial: MaskInit = "random",
         masks: str | None = None,

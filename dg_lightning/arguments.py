@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -76,6 +77,26 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return accepting
 
     return decorate
+
+
+def percent(text: str) -> float | None:
+    """Return the share that a text such as "30%" means; None if it is no such text.
+
+    >>> percent("30%"), percent("5 %"), percent("30")
+    (0.3, 0.05, None)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    return None if match is None else float(match[1]) / 100
+
+
+def warn_of_fraction(name: str, value: float, stacklevel: int = 3) -> None:
+    """Warn of a fraction that is given as a float, which is easily taken for a count."""
+    warnings.warn(
+        f"`{name}={value}` is a fraction: write '{100 * value:g}%'. Floats will be refused in the "
+        "next release.",
+        DeprecationWarning,
+        stacklevel,
+    )
 
 
 def check_fields(instance: Any) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     torch.manual_seed(0)
     images, labels = torch.randn(16, 3, 64, 64), torch.randint(10, (16,))
     model = resnet18(num_classes=10)
-    print(add_gates(model, channels={"kind": "static", "min_open": 0.1}, example=images[:2]))
+    print(add_gates(model, channels={"kind": "static", "min_open": "10%"}, example=images[:2]))
     gates = gate_layers(model)
     is_gate: Any = [name for name, _ in model.named_parameters() if ".dg_gate." in name]
     optimizer = torch.optim.Adam(

@@ -17,10 +17,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "AddGates": {"feed_forward": {"kind": "static"}},
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
+    "ContinualBackprop": {"rate": 0.02, "maturity": 2},
     "ExactResume": {},
     "GateMonitor": {"every_n_epochs": 1},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},
-    "MinimumActivity": {"min_open": 0.1, "revive_after": 10},
+    "MinimumActivity": {"min_open": "10%", "revive_after": 10},
     "MagnitudePruning": {"sparsity": 0.5, "begin": 4, "layers": ["*3"]},
     "ReviveDormant": {"threshold": 0.5, "every_n_steps": 4, "maturity": 2},
     "RigL": {"sparsity": 0.8, "every_n_steps": 3, "layers": ["*1.linear"], "gate_aware": "grow"},
@@ -47,7 +48,7 @@ def make(name: str) -> Any:
 def together(pressing: str = "GatePenalty") -> list[Any]:
     # RoutingMonitor follows routers, which have an open rate of their own.
     others = {"BudgetController", "GatePenalty", "StaticSparse", "RoutingMonitor"} - {pressing}
-    others |= {"AddGates", "ReviveDormant"}  # there are gates already
+    others |= {"AddGates", "ContinualBackprop", "ReviveDormant"}  # there are gates already
     return [make(name) for name in ARGUMENTS if name not in others]
 
 
@@ -101,9 +102,8 @@ class Ungated(Foreign):
 
 
 def module_for(name: str) -> Foreign:
-    return {"RoutingMonitor": Mixture, "AddGates": Ungated, "ReviveDormant": Ungated}.get(
-        name, Foreign
-    )()
+    ungated = dict.fromkeys(("AddGates", "ContinualBackprop", "ReviveDormant"), Ungated)
+    return {"RoutingMonitor": Mixture, **ungated}.get(name, Foreign)()
 
 
 def trainer_for(callbacks: list[Any], root: Path, **arguments: Any) -> pl.Trainer:

@@ -92,17 +92,17 @@ class Timetable(NamedTuple):
 
     progress_at: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
     begin: int
-    landing: int
+    freeze_at: int
     landed: int
     interval: int  # between measurements
 
     @classmethod
     def resolve(
-        cls, clock: Clock, begin: Duration, until: Duration, landing: Duration, every: int | None
+        cls, clock: Clock, begin: Duration, until: Duration, freeze_at: Duration, every: int | None
     ) -> "Timetable":
         """Resolve durations; `every` is the interval, None for 1/200 of the training run."""
         progress_at = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
-        first, freeze = clock.steps(begin, "begin"), clock.steps(landing, "landing")
+        first, freeze = clock.steps(begin, "begin"), clock.steps(freeze_at, "freeze_at")
         interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
         landed = freeze + _LANDING * interval
         if clock.total_steps is not None:
@@ -114,7 +114,7 @@ class Timetable(NamedTuple):
 
     def landing_progress(self, step: int) -> float:
         """Return how much of the landing has passed, from 0 to 1 and beyond."""
-        return (step - self.landing) / max(self.landed - self.landing, 1)
+        return (step - self.freeze_at) / max(self.landed - self.freeze_at, 1)
 
 
 class FrozenGates:
@@ -214,7 +214,8 @@ _RECENT = 2  # measurements: more would lag behind gates that close, one may be 
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 _SAME_P = (
     "Many units have the same p and open together, other gates use more than is left, or "
-    "connections still move: press longer (`begin`, `landing`), or raise the gates' learning rate."
+    "connections still change: penalise longer (`begin`, `freeze_at`), or raise the gates' "
+    "learning rate."
 )
 _ALL_CLOSED = (
     "No unit is open: raise the budget, or let some stay open (`min_open` of the gates, or the "

@@ -257,7 +257,7 @@ def _same(one: Any, other: Any) -> bool:
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MOST_NAMES = 6
-_DURATIONS = ("begin", "until", "landing", "join", "revive_after", "revive_until")
+_DURATIONS = ("begin", "until", "freeze_at", "transition", "revive_after", "revive_until")
 
 
 def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: ProbeResult) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, override
 
+from dg_lightning.arguments import percent, warn_of_fraction
 from dg_lightning.gates.policies import (
     HARD_POLICIES,
     Policy,
@@ -28,11 +29,11 @@ class GateOptions(TypedDict, total=False):
 
     block_size: int
     policy: Policy
-    k: int | float | None
+    k: int | float | str | None
     temperature: float
     threshold: float
     initial_open_rate: float
-    min_open: int | float
+    min_open: int | float | str
     scale: Literal["probability"] | None
 
 
@@ -50,12 +51,12 @@ class Gate(nn.Module, ABC):
             the k largest. `bernoulli`: sampled with probability p, per input. `soft`: p itself.
             `concrete`: a relaxed sample in (0, 1). `hard_concrete`: a relaxed sample clipped to
             [0, 1]; p is then the probability that it is not 0. Evaluation is always hard.
-        k: Number of open gates for `top_k`: an int is a count, a float a fraction.
+        k: Number of open gates for `top_k`: a count such as 8, or a share such as "25%".
         temperature: τ, a 0-d buffer, so changing it never triggers a recompilation.
         threshold: θ, a 0-d buffer.
         initial_open_rate: Initial p of every unit.
-        min_open: Minimum number of open gates per sample, those with the largest p: an int is a
-            count, a float a fraction.
+        min_open: Minimum number of open gates per sample, those with the largest p: a count, or
+            a share such as "5%".
         scale: `probability` multiplies open units by their p, as routers of experts do: the loss
             reaches p through open units only, so closed ones need not be computed to learn. None
             multiplies them by 1, with a straight-through gradient for all.
@@ -74,11 +75,11 @@ class Gate(nn.Module, ABC):
         *,
         block_size: int = 1,
         policy: Policy = "threshold",
-        k: int | float | None = None,
+        k: int | float | str | None = None,
         temperature: float = 1.0,
         threshold: float = 0.5,
         initial_open_rate: float = 0.8,
-        min_open: int | float = 0,
+        min_open: int | float | str = 0,
         scale: Literal["probability"] | None = None,
         device: Any = None,
     ) -> None:
@@ -118,7 +119,7 @@ class Gate(nn.Module, ABC):
         self.feeds = Feeds()
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
-        self._initial = {"temperature": temperature, "threshold": threshold, "min_open": min_open}
+        self._initial = temperature, threshold, min_open
         # 0-d buffers: saved in checkpoints, and changing them never triggers a recompilation.
         for name in ("temperature", "threshold"):
             self.register_buffer(name, torch.empty((), dtype=torch.float32, device=device))
@@ -157,9 +158,10 @@ class Gate(nn.Module, ABC):
 
     def reset_parameters(self) -> None:
         """Reset all parameters, temperature, threshold and floor to their initial values."""
-        self.temperature.fill_(self._initial["temperature"])
-        self.threshold.fill_(self._initial["threshold"])
-        self.set_min_open(self._initial["min_open"])
+        temperature, threshold, min_open = self._initial
+        self.temperature.fill_(temperature)
+        self.threshold.fill_(threshold)
+        self.set_min_open(min_open)
 
     @override
     def forward(self, h: Tensor, units: Tensor | None = None) -> Tensor:
@@ -204,8 +206,8 @@ class Gate(nn.Module, ABC):
             return per_block
         return per_block.unsqueeze(-1).expand(*per_block.shape, self.block_size).flatten(-2)
 
-    def set_min_open(self, min_open: int | float) -> None:
-        """Set the minimum number of open gates: an int is a count, a float a fraction."""
+    def set_min_open(self, min_open: int | float | str) -> None:
+        """Set the minimum number of open gates: a count, or a share such as "5%"."""
         self._floor = _count("min_open", min_open, self.blocks, least=0)
         self.min_open.fill_(self._floor)
 
@@ -238,12 +240,25 @@ class Gate(nn.Module, ABC):
         return text if not self._floor else f"{text}, min_open={self._floor}"
 
 
-def _count(name: str, value: int | float, total: int, least: int) -> int:
-    """Resolve a count (int) or a fraction of `total` (float)."""
+def check_count(name: str, value: int | float | str) -> None:
+    """Refuse what is neither a count nor a share."""
+    share = percent(value) if isinstance(value, str) else value
+    limit = math.inf if isinstance(value, int) else 1
+    if isinstance(value, bool) or share is None or not 0 <= share <= limit:
+        raise ValueError(
+            f"`{name}` must be a number of gates or a share such as '30%', got {value!r}."
+        )
+
+
+def _count(name: str, value: int | float | str, total: int, least: int) -> int:
+    """Resolve a count, or a share of `total` such as "30%"."""
+    check_count(name, value)
     if isinstance(value, float):
-        if not 0 <= value <= 1:
-            raise ValueError(f"`{name}` as a fraction must be in [0, 1], got {value}.")
-        value = math.ceil(round(value * total, 9))
+        warn_of_fraction(name, value)
+    if isinstance(value, str | float):
+        share = percent(value) if isinstance(value, str) else value
+        assert share is not None
+        value = math.ceil(round(share * total, 9))
     if not least <= value <= total:
         raise ValueError(f"`{name}` must be from {least} to {total} gates, got {value}.")
     return value

@@ -67,8 +67,8 @@ class GateLike(Protocol):
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
         """Return the MACs of the decision per sample, given its open inputs (None: all)."""
 
-    def set_min_open(self, min_open: int | float) -> None:
-        """Set the minimum number of open gates: an int is a count, a float a fraction."""
+    def set_min_open(self, min_open: int | float | str) -> None:
+        """Set the minimum number of open gates: a count, or a share such as "5%"."""
 
     def shift_bias(self, delta: float) -> None:
         """Add `delta` to the logit of every unit."""
@@ -130,7 +130,7 @@ def gate_layers(
 def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
     """Return the entries whose name matches any of the patterns; all entries if `layers` is None.
 
-    >>> matching({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
+    >>> filter_by_name({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
     {'hidden.0': 1}
     """
     if layers is None:

@@ -113,7 +113,7 @@ class Router(nn.Module):
         inputs = torch.tensor(self.linear.in_features) if open_inputs is None else open_inputs
         return inputs * self.experts
 
-    def set_min_open(self, min_open: int | float) -> None:
+    def set_min_open(self, min_open: int | float | str) -> None:
         """Raise an error: every sample has exactly k experts."""
         raise ValueError(f"A router opens {self.k} of {self.experts} experts; set `top_k`.")
 

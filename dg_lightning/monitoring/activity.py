@@ -264,9 +264,8 @@ class GateHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`."""
-        entries = [
-            HistoryEntry(**entry) for entry in state.get("entries") or state["looks"]
-        ]  # the name in 0.2
+        saved = state["entries" if "entries" in state else "looks"]  # the name in 0.2
+        entries = [HistoryEntry(**entry) for entry in saved]
         self.entries, self.last = entries[: state["kept"]], entries[-1] if entries else None
         self._seen, self._stride = state["seen"], state["every"]
 

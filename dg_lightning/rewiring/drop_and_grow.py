@@ -241,7 +241,7 @@ class DropSchedule:
         drop_shape: How that share falls until the last update.
         until: When updates end.
 
-    >>> schedule = DropSchedule(100, drop_fraction=0.3, drop_shape="cosine", until=0.5)
+    >>> schedule = DropSchedule(100, drop_fraction=0.3, drop_shape="cosine", until="50%")
     >>> schedule.resolve(Clock(1000)) is None  # no warning
     True
     >>> [step for step in range(1, 600) if schedule.is_due(step, step - 1)], schedule.fraction(0)

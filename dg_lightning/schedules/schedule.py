@@ -1,7 +1,7 @@
 """Schedules: immutable descriptions of a value as a function of the optimizer step.
 
-A duration is a number of optimizer steps (int), a fraction of training (float), or a string
-(``"3 epochs"``, ``"600 steps"``). It is resolved against a `Clock` once, when training starts.
+A duration is a number of optimizer steps, or text (``"30%"``, ``"3 epochs"``, ``"600 steps"``). It
+is resolved against a `Clock` once, when training starts.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from dg_lightning.arguments import as_dataclass, check_fields
+from dg_lightning.arguments import as_dataclass, check_fields, warn_of_fraction
 from dg_lightning.gates.protocol import gate_layers
 
 Duration: TypeAlias = int | float | str
@@ -67,7 +67,7 @@ class Clock:
 
     def steps(self, duration: Duration, name: str = "duration") -> int:
         """Return a duration in optimizer steps; `name` is the argument that it was given as."""
-        check_duration(name, duration)
+        _check_duration(name, duration)
         if isinstance(duration, int):
             return duration
         number, unit = _parse(duration)
@@ -97,7 +97,13 @@ class Clock:
 
 
 def check_duration(name: str, duration: Duration) -> None:
-    """Raise a ValueError if `duration` is not a valid duration."""
+    """Raise a ValueError if `duration` is not a valid duration; warn of a fraction as a float."""
+    _check_duration(name, duration)
+    if isinstance(duration, float):
+        warn_of_fraction(name, duration, stacklevel=4)
+
+
+def _check_duration(name: str, duration: Duration) -> None:
     if isinstance(duration, str):
         number, unit = _parse(duration)
         valid = number >= 0 and not (unit == "training" and number > 1)
@@ -107,8 +113,8 @@ def check_duration(name: str, duration: Duration) -> None:
         valid = isinstance(duration, int) and not isinstance(duration, bool) and duration >= 0
     if not valid:
         raise ValueError(
-            f"`{name}` must be a number of steps (an int), a fraction of training (a float from 0 "
-            f"to 1), or words like '3 epochs', '600 steps' and '40 %', got {duration!r}."
+            f"`{name}` must be a number of steps, or text such as '30%', '3 epochs' and "
+            f"'600 steps', got {duration!r}."
         )
 
 
@@ -140,7 +146,7 @@ class Schedule:
         staircase: `epoch` holds the end-of-epoch value through each epoch, as in algorithm 1 of
             the paper.
 
-    >>> ramp = Schedule(0.0, 1.0, begin="2 epochs", until=1.0, staircase="epoch")
+    >>> ramp = Schedule(0.0, 1.0, begin="2 epochs", until="100%", staircase="epoch")
     >>> [ramp.resolve(Clock(50, 10))(step) for step in (0, 10, 20, 30, 49)]
     [0.0, 0.0, 0.3333333333333333, 0.6666666666666666, 1.0]
     """
@@ -149,7 +155,7 @@ class Schedule:
     end: float
     shape: Shape = "linear"
     begin: Duration = 0
-    until: Duration = 1.0
+    until: Duration = "100%"
     before: float | None = None
     staircase: Literal["epoch"] | None = None
 
@@ -431,7 +437,7 @@ def _simultaneous_jumps(
         return None
     return (
         f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates for "
-        "good; join the phases smoothly (`join: 0.1`) or move one of them."
+        "good; join the phases smoothly (`transition: 10%`) or move one of them."
     )
 
 

@@ -4,7 +4,7 @@ import pickle
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -304,7 +304,7 @@ class TrustedLoading(pl.LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, False, **kwargs
             )
         shown = checkpoint_path if isinstance(checkpoint_path, (str, Path)) else "The checkpoint"
-        with checked(cls, checkpoint_path, hparams_file) as (file, limit, hparams):
+        with checked(cls, checkpoint_path, hparams_file, kwargs) as (file, limit, hparams):
             try:
                 with limit:
                     return super().load_from_checkpoint(
@@ -318,7 +318,10 @@ class TrustedLoading(pl.LightningModule):
 
 @contextmanager
 def checked(
-    cls: type, source: str | Path | IO[bytes], hparams_file: str | Path | None
+    cls: type,
+    source: str | Path | IO[bytes],
+    hparams_file: str | Path | None,
+    given: Collection[str] = (),
 ) -> Iterator[tuple[IO[bytes], "_EntryLimit", dict[str, Any]]]:
     """Yield a checkpoint that has been checked, as an open file; a limit of sizes; and arguments.
 
@@ -326,6 +329,7 @@ def checked(
         cls: What is loaded.
         source: The checkpoint.
         hparams_file: A YAML file with arguments of the class.
+        given: Names of the arguments that the caller gives.
     """
     with opened(source) as file:
         saved = read_checkpoint(file, name=source if isinstance(source, (str, Path)) else None)
@@ -334,6 +338,12 @@ def checked(
             raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
         hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
         own = saved.get("hyper_parameters", {})
+        needs_net = "_class_path" in own and "net" in signature(cls).parameters
+        if needs_net and "net" not in {*own, *hparams, *given}:
+            raise ValueError(
+                f"The checkpoint does not hold its net, which was given as a module: write "
+                f"{cls.__name__}.load_from_checkpoint(path, net=...)."
+            )
         names = _RENAMED_HPARAMS.values() & signature(cls).parameters.keys() & own.keys()
         renamed = {name: own[name] for name in names}
         hparams = renamed | hparams  # Lightning reads the file again, with its own names

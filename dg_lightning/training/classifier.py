@@ -15,16 +15,18 @@ from dg_lightning.training.module import (
     balanced_weights,
     check_class_weights,
     known_num_classes,
+    unsaved_arguments,
 )
-from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig, as_config
 
 
 class GatedClassifier(GatedModule):
     """Cross-entropy training of a net, with its accuracy and its executed MACs.
 
     Args:
-        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
-            it is given those that it has a parameter for and that are not set.
+        net: The net: class path and arguments, or a module, which must be given again to load a
+            checkpoint. A class gets those of `in_features`, `input_shape` and `num_classes`
+            that it has a parameter for and that are not set.
         input_shape: Shape of one sample; the command line takes it from the data.
         num_classes: Number of classes; the command line takes it from the data.
         optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
@@ -66,7 +68,7 @@ class GatedClassifier(GatedModule):
         gate_clip_norm: float | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        classes = known_num_classes(num_classes, net)
+        classes = known_num_classes(num_classes, as_config(net))
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"`label_smoothing` must be in [0, 1], got {label_smoothing}.")
         metrics = MetricCollection(
@@ -88,7 +90,7 @@ class GatedClassifier(GatedModule):
             gate_clip_norm,
             cuda_graphs,
         )
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=unsaved_arguments(net))
         self.label_smoothing = label_smoothing
         self.balanced = class_weights == "balanced"
         weights = [1.0] * classes if class_weights == "balanced" else class_weights

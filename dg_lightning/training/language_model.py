@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from dg_lightning.layers import GatedFeedForward
 from dg_lightning.runtime.skipping import Engine, skip_closed_blocks
-from dg_lightning.training.module import GatedModule, known_num_classes
-from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
+from dg_lightning.training.module import GatedModule, known_num_classes, unsaved_arguments
+from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig, as_config
 
 
 class GatedLM(GatedModule):
@@ -22,8 +22,8 @@ class GatedLM(GatedModule):
     Batches are pairs of tokens and the tokens that follow them, both ``(batch, tokens)``.
 
     Args:
-        net: The net, as class path and arguments, such as `dg_lightning.layers.GPT`: tokens in,
-            logits of the next token out.
+        net: The net, from tokens to logits of the next token: class path and arguments, such as
+            `dg_lightning.layers.GPT`, or a module, which must be given again to load a checkpoint.
         input_shape: Length of the context, as a shape; the command line takes it from the data.
         num_classes: Number of different tokens; the command line takes it from the data.
         optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
@@ -67,7 +67,7 @@ class GatedLM(GatedModule):
         cuda_graphs: bool = False,
         engine: Engine = "masked",
     ) -> None:
-        tokens = known_num_classes(num_classes, net)
+        tokens = known_num_classes(num_classes, as_config(net))
         super().__init__(
             net,
             input_shape,
@@ -81,7 +81,7 @@ class GatedLM(GatedModule):
             gate_clip_norm,
             cuda_graphs,
         )
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=unsaved_arguments(net))
         if engine != "masked":
             skip_closed_blocks(self.net, engine)
 

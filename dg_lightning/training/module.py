@@ -1,8 +1,10 @@
 """GatedModule: what all LightningModules of this package share, whatever they learn."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -32,23 +34,23 @@ from dg_lightning.training.optimizers import (
     may_be_fused,
     warn_scheduler_length,
 )
-from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig, build
+from dg_lightning.training.spec import (
+    NetConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    as_config,
+    build,
+)
 
 
-def check_is_config(net: Any) -> None:
-    """Refuse a net that is already built."""
-    if isinstance(net, nn.Module):
-        raise TypeError(
-            f"`net` must be a class path with its arguments, got a {type(net).__name__}: write "
-            "net={'class_path': 'dg_lightning.GatedMLP', 'init_args': {...}}, so that a "
-            "checkpoint can build it again."
-        )
+def unsaved_arguments(net: Any) -> list[str]:
+    """Return the arguments that a checkpoint does not hold: a net that is given as a module."""
+    return ["net"] if isinstance(net, nn.Module) else []
 
 
-def known_num_classes(num_classes: int | None, net: Mapping[str, Any]) -> int:
+def known_num_classes(num_classes: int | None, net: Any) -> int:
     """Return the number of classes that is given, or that the net is built with."""
-    check_is_config(net)
-    if num_classes is None:
+    if num_classes is None and isinstance(net, Mapping):
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
         raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
@@ -133,13 +135,13 @@ class GatedModule(CapturedSteps, TrustedLoading):
     """Trains a net, gated or not, and counts what it executes.
 
     Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
-    argument and no pickled code. Validation and test take metrics and MACs from the same hard gates
-    of the same forward passes. A subclass calls `save_hyperparameters` and defines `task_loss`,
-    which takes logits and targets.
+    argument and no pickled code; a net that is given as a module must be given again. Validation
+    and test take metrics and MACs from the same hard gates of the same forward passes. A subclass
+    calls `save_hyperparameters` and defines `task_loss`, which takes logits and targets.
 
     Args:
-        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
-            it is given those that it has a parameter for and that are not set.
+        net: The net: class path and arguments, or a module. A class gets those of `in_features`,
+            `input_shape` and `num_classes` that it has a parameter for and that are not set.
         input_shape: Shape of one sample; the command line takes it from the data.
         num_classes: Number of classes; the command line takes it from the data.
         metrics: Metrics of logits and targets, by the names under which they are logged.
@@ -171,18 +173,17 @@ class GatedModule(CapturedSteps, TrustedLoading):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__()
-        # LightningCLI needs it to read the other hyper-parameters back from a checkpoint.
-        path = f"{type(self).__module__}.{type(self).__qualname__}"
-        self.save_hyperparameters({"_class_path": path})
         self.num_classes = num_classes
         sizes: dict[str, Any] = {"num_classes": num_classes}
         if input_shape is not None:
             sizes |= {"input_shape": tuple(input_shape), "in_features": math.prod(input_shape)}
             self.example_input_array = torch.zeros(1, *input_shape, dtype=self.input_dtype)
-        self.net = build(net, "net", nn.Module, **sizes)
+        if not isinstance(net, nn.Module):
+            net = build(as_config(net), "net", nn.Module, **sizes)
+        self.net = net
         adam: OptimizerConfig = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}}
-        self.optimizer = optimizer or adam
-        self.lr_scheduler = lr_scheduler
+        self.optimizer: OptimizerConfig = as_config(optimizer) or adam
+        self.lr_scheduler: SchedulerConfig | None = as_config(lr_scheduler)
         self.lr_scheduler_interval = lr_scheduler_interval
         self.lr_scheduler_monitor = lr_scheduler_monitor
         self.gate_lr_factor = gate_lr_factor
@@ -200,6 +201,25 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self._gates: list[GateLike] = []
         self._whole_net: WholeNet | None = None  # counted in the first evaluation
         self._is_counted = False
+
+    @override
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Save plain values, as Lightning does; no module, and nothing of LightningCLI's."""
+        caller = frame or cast(FrameType, inspect.currentframe()).f_back
+        super().save_hyperparameters(*args, ignore=ignore, frame=caller, logger=logger)
+        # `load_from_checkpoint` would call the instantiator of LightningCLI, which has also added
+        # the class if it needs it to read the other values back.
+        if self.hparams.pop("_instantiator", None) is None:
+            path = f"{type(self).__module__}.{type(self).__qualname__}"
+            self.hparams.setdefault("_class_path", path)
+        for name, value in list(self.hparams.items()):
+            self.hparams[name] = as_config(value)
 
     def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of a batch, without auxiliary losses."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection, R2Score
 from typing_extensions import override
 
-from dg_lightning.training.module import GatedModule, check_is_config
+from dg_lightning.training.module import GatedModule, unsaved_arguments
 from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConfig
 
 
@@ -21,8 +21,9 @@ class GatedRegressor(GatedModule):
     DataModule with `target_scale` has them. Metrics and predictions are in units of the target.
 
     Args:
-        net: The net, as class path and arguments. Of `in_features`, `input_shape` and `num_classes`
-            (1 here) it is given those that it has a parameter for and that are not set.
+        net: The net: class path and arguments, or a module, which must be given again to load a
+            checkpoint. A class gets those of `in_features`, `input_shape`, `num_classes` (1 here)
+            that it has a parameter for and that are not set.
         input_shape: Shape of one sample; the command line takes it from the data.
         optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
         lr_scheduler: Class path and arguments.
@@ -58,7 +59,6 @@ class GatedRegressor(GatedModule):
         gate_clip_norm: float | None = None,
         cuda_graphs: bool = False,
     ) -> None:
-        check_is_config(net)
         errors = {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError()}
         super().__init__(
             net,
@@ -73,7 +73,7 @@ class GatedRegressor(GatedModule):
             gate_clip_norm,
             cuda_graphs,
         )
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=unsaved_arguments(net))
         self.num_classes = 0  # none, for callbacks that look at classes
         # Buffers, so that a checkpoint predicts in the units that it was trained with.
         self.target_mean: Tensor

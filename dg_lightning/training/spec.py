@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 from torch import nn, optim
@@ -50,11 +51,24 @@ class SchedulerFactory(Protocol):
 # the arguments of the class that is named: from a factory it learns which ones are still open,
 # while a `ClassConfig` would let a misspelt one pass.
 if TYPE_CHECKING:
-    NetConfig: TypeAlias = ClassConfig
+    NetConfig: TypeAlias = ClassConfig | nn.Module
     OptimizerConfig: TypeAlias = ClassConfig
     SchedulerConfig: TypeAlias = ClassConfig
 else:
     NetConfig, OptimizerConfig, SchedulerConfig = NetBuilder, OptimizerFactory, SchedulerFactory
+
+
+def as_config(value: Any) -> Any:
+    """Return a class config in place of a factory that LightningCLI has made of one."""
+    if not isinstance(value, partial):
+        return value
+    cls = next((part for part in (*value.args, value.func) if isinstance(part, type)), None)
+    if cls is None:
+        return value
+    return {
+        "class_path": f"{cls.__module__}.{cls.__qualname__}",
+        "init_args": dict(value.keywords),
+    }
 
 
 def trust(*packages: str) -> None:

@@ -116,7 +116,7 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_figure(tmp_path: Path) 
     least = (64 * 8 + 8 * 64 + 8 * 32) / dense
     with pytest.raises(ValueError, match=f"0.1 cannot be met: .* {least:.4g} is used, {least:.4g}"):
         fitted([BudgetController(0.1)], tmp_path, DYNAMIC)
-    floors = {"kind": "static", "min_open": 0.5}
+    floors = {"kind": "static", "min_open": "50%"}
     with pytest.raises(ValueError, match=r"lower `min_open`, or make the GateNets smaller"):
         fitted([BudgetController(0.2)], tmp_path, floors)
 
@@ -133,7 +133,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ({"budget": 0.5, "measure": "flops"}, "`measure` must be macs or open_rate, got 'flops'"),
         ({"budget": 0.5, "initial_weight": 0.0}, "`initial_weight` must be above 0 and at most"),
         ({"budget": {"a": 0.5}, "layers": ["b"]}, "`layers` goes with a single budget"),
-        ({"budget": 0.5, "landing": "late"}, "`landing` must be a number of steps"),
+        ({"budget": 0.5, "freeze_at": "late"}, "`freeze_at` must be a number of steps"),
     ]:
         with pytest.raises(ValueError, match=message):
             BudgetController(**arguments)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ class ClosesAll(pl.Callback):
 def test_a_shift_opens_gates_that_use_too_little(method: Any, tmp_path: Path) -> None:
     """The loss does not reach gates that scale where they are closed, and a penalty only closes."""
     gate = {"kind": "dynamic", "scale": "probability", "initial_spread": 1.0, "temperature": 0.5}
-    times: Any = {"begin": 0.0, "until": 0.2, "landing": 0.9}
+    times: Any = {"begin": "0%", "until": "20%", "freeze_at": "90%"}
     controller = BudgetController(0.4, "open_rate", method, **times)
     closing = ClosesAll()
     fitted([closing, controller], tmp_path, gate, epochs=5)
@@ -202,7 +202,7 @@ class Steps(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         reached.append(dict(controller.reached))
 result = []
-times = {{"begin": 0.0, "until": 0.2, "landing": 0.4}}
+times = {{"begin": "0%", "until": "20%", "freeze_at": "40%"}}
 two = {{"strategy": "ddp", "devices": 2}}
 for method, measure in (("pi", "macs"), ("shift", "open_rate")):
     scale = "probability" if method == "shift" else None

@@ -81,10 +81,10 @@ def test_a_test_uses_the_budget_within_2_percent(seed: int, tmp_path: Path) -> N
     pl.seed_everything(seed, verbose=False)
     spec: Any = {"class_path": "GatedMLP", "init_args": case["net"]}
     model = GatedClassifier(spec, [WIDTH], CLASSES, gate_lr_factor=30.0)
-    controller = BudgetController(case["budget"], begin=0.05, until=0.3, landing=0.4)
+    controller = BudgetController(case["budget"], begin="5%", until="30%", freeze_at="40%")
     callbacks: list[Any] = [controller]
     if case["sparsity"] is not None:
-        callbacks.append(RigL(case["sparsity"], every_n_steps=20, gate_aware="grow", until=0.5))
+        callbacks.append(RigL(case["sparsity"], every_n_steps=20, gate_aware="grow", until="50%"))
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=12,

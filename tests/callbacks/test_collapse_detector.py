@@ -103,18 +103,18 @@ def with_broken_estimator(model: GatedClassifier) -> None:
         gate.register_forward_hook(cut)  # type: ignore[attr-defined]
 
 
-SLOW_RISE = [Phase(0.9, 0.5, 1.0), Phase(0.9, 0.97, 1.0, begin=0.2)]
-SHOCK = [Phase(0.9, 0.55, 1.0), Phase(0.05, 0.93, 20.0, begin=0.5)]
+SLOW_RISE = [Phase(0.9, 0.5, 1.0), Phase(0.9, 0.97, 1.0, begin="20%")]
+SHOCK = [Phase(0.9, 0.55, 1.0), Phase(0.05, 0.93, 20.0, begin="50%")]
 PROVOKED: dict[str, dict[str, Any]] = {
     "closed_by_threshold": {
         "gate": STATIC,
-        "callbacks": lambda: [GatePenalty(0.01), ThresholdPhases(SLOW_RISE, join=0.5)],
+        "callbacks": lambda: [GatePenalty(0.01), ThresholdPhases(SLOW_RISE, transition="50%")],
         "gate_lr_factor": 1.0,
     },
     "closed_by_penalty": {"gate": STATIC, "callbacks": lambda: [GatePenalty(50.0)]},
     "phase_shock": {
         "gate": STATIC,
-        "callbacks": lambda: [GatePenalty(5.0, "target"), ThresholdPhases(SHOCK, join=0)],
+        "callbacks": lambda: [GatePenalty(5.0, "target"), ThresholdPhases(SHOCK, transition=0)],
         "gate_lr_factor": 1.0,
     },
     "all_open": {
@@ -183,12 +183,12 @@ def test_a_verdict_has_mode_layer_evidence_cause_and_remedy_in_one_line(tmp_path
 @pytest.mark.parametrize(
     ("gate", "callbacks"),
     [
-        (STATIC, lambda: [GatePenalty(Schedule(0.0, 1.0, until=0.5), "expected_macs")]),
+        (STATIC, lambda: [GatePenalty(Schedule(0.0, 1.0, until="50%"), "expected_macs")]),
         (STATIC, lambda: [BudgetController(0.2)]),
         (STATIC, lambda: [GatePenalty(1.0, "target"), ThresholdPhases()]),
-        (DYNAMIC, lambda: [GatePenalty(Schedule(0.0, 1.0, until=0.5), "expected_macs")]),
+        (DYNAMIC, lambda: [GatePenalty(Schedule(0.0, 1.0, until="50%"), "expected_macs")]),
         (DYNAMIC, lambda: [BudgetController(0.5)]),
-        (STATIC, lambda: [GatePenalty(Schedule(0.0, 50.0, begin=0.99, before=0.0))]),
+        (STATIC, lambda: [GatePenalty(Schedule(0.0, 50.0, begin="99%", before=0.0))]),
         (STATIC, lambda: []),
     ],
     ids=["penalty", "budget", "phases", "GateNet", "GateNet budget", "not begun", "no penalty"],
@@ -199,7 +199,7 @@ def test_says_nothing_of_a_healthy_training(gate: Any, callbacks: Any, tmp_path:
 
 
 def test_a_rescue_brings_collapsed_gates_back_and_is_taken_back(tmp_path: Path) -> None:
-    penalty = Schedule(0.0, 50.0, "step", begin=0.2)
+    penalty = Schedule(0.0, 50.0, "step", begin="20%")
     collapsed, model, _ = fitted(STATIC, [GatePenalty(penalty)], tmp_path)
     assert modes_of(collapsed) == {"closed_by_penalty"}
     assert all(history[-1].g == 0 for history in collapsed._history.values())
@@ -219,11 +219,11 @@ def test_a_rescue_brings_collapsed_gates_back_and_is_taken_back(tmp_path: Path) 
 
 
 def test_thresholds_are_lowered_and_given_back_when_the_gates_are_healthy(tmp_path: Path) -> None:
-    phases = [Phase(0.9, 0.5, 1.0), Phase(0.9, 0.85, 1.0, begin=0.1)]
+    phases = [Phase(0.9, 0.5, 1.0), Phase(0.9, 0.85, 1.0, begin="10%")]
     detector = CollapseDetector("rescue", every_n_steps=4)
     rescued, model, _ = fitted(
         STATIC,
-        [GatePenalty(0.001), ThresholdPhases(phases, join=0.05)],
+        [GatePenalty(0.001), ThresholdPhases(phases, transition="5%")],
         tmp_path,
         detector,
         gate_lr_factor=1.0,
@@ -271,7 +271,7 @@ def test_gates_that_cannot_open_again_are_named_even_on_a_high_floor(
 ) -> None:
     """As attention heads, of which one must stay: p falls without end until they are frozen."""
     gate: Any = {**STATIC, "min_open": floor}
-    times: Any = {"begin": 0.1, "until": 0.5, "landing": 0.6}
+    times: Any = {"begin": "10%", "until": "50%", "freeze_at": "60%"}
     callback: Any = GatePenalty(50.0)
     if pressing == "budget":
         callback = BudgetController(floor + 0.05, "open_rate", initial_weight=50.0, **times)
@@ -288,7 +288,7 @@ def test_gates_that_cannot_open_again_are_named_even_on_a_high_floor(
 
 
 def test_resting_on_a_high_floor_as_it_is_meant_to_be_is_healthy(tmp_path: Path) -> None:
-    gate: Any = {**STATIC, "min_open": 0.25}
+    gate: Any = {**STATIC, "min_open": "25%"}
     detector, model, _ = fitted(gate, [GatePenalty(10.0, "target", target=0.2)], tmp_path)
     opened = [gate.gate.mean().item() for gate in gate_layers(model).values()]  # type: ignore[union-attr]
     assert opened == [0.25, 0.25]

@@ -81,12 +81,12 @@ def test_a_gate_that_does_not_run_in_a_batch_has_no_penalty_in_it(
 
 # Those of `PENALTIES` apart, those that look for other layers, and those that call the module.
 ELSEWHERE = {"AddGates", "BudgetController", "MagnitudePruning", "RigL", "RoutingMonitor", "SET"}
-ELSEWHERE.add("ReviveDormant")
+ELSEWHERE |= {"ContinualBackprop", "ReviveDormant"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - ELSEWHERE))
 def test_every_callback_takes_it(name: str, tmp_path: Path) -> None:
-    callback = make(name) if name != "MinimumActivity" else type(make(name))(0.1)
+    callback = make(name) if name != "MinimumActivity" else type(make(name))("10%")
     trainer = trainer_for([callback], tmp_path, num_sanity_val_steps=0, max_steps=50)
     trainer.fit(Deep("static"), data())
     assert trainer.global_step == 50

@@ -95,7 +95,7 @@ def test_nothing_changes_gates_that_have_landed(tmp_path: Path) -> None:
         BudgetController(0.4, "open_rate"),
         CollapseDetector("rescue", every_n_steps=2),
         MinimumActivity(0.1),
-        TemperatureAnnealing(until=1.0),
+        TemperatureAnnealing(until="100%"),
         ThresholdPhases(),
     ]
     model = Net()
@@ -208,9 +208,9 @@ def test_several_nets_and_optimizers_have_their_penalty_and_one_clock(tmp_path: 
             temperatures.append(pl_module.g.a.gate.temperature.item())
 
     detector = CollapseDetector(every_n_steps=4)
-    annealing = TemperatureAnnealing(2.0, 1.0, until=1.0)
+    annealing = TemperatureAnnealing(2.0, 1.0, until="100%")
     fit(model, [GatePenalty(5.0), annealing, detector, Watch()], tmp_path, max_epochs=4)
-    fit(free, [TemperatureAnnealing(2.0, 1.0, until=1.0)], tmp_path, max_epochs=4)
+    fit(free, [TemperatureAnnealing(2.0, 1.0, until="100%")], tmp_path, max_epochs=4)
     assert len(temperatures) == 32
     assert temperatures[16] == pytest.approx(1.5)
     assert all(len(history) >= 5 for history in detector._history.values())
@@ -281,7 +281,7 @@ def test_settings_follow_their_schedules_in_every_step_also_when_resumed(
         phases: Any = [{**first, **other}, {**then, **other}]
         return [
             TemperatureAnnealing(2.0, 1.0, until=until),
-            ThresholdPhases(phases, join=join, buffer_keep=None),
+            ThresholdPhases(phases, transition=join, buffer_keep=None),
             ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1),
             Settings(last=50),
         ]
@@ -301,7 +301,7 @@ def test_settings_follow_their_schedules_in_every_step_also_when_resumed(
 
 
 def test_an_epoch_has_one_temperature_where_it_was_asked_for(tmp_path: Path) -> None:
-    annealing = TemperatureAnnealing(2.0, 1.0, until=1.0, staircase="epoch")
+    annealing = TemperatureAnnealing(2.0, 1.0, until="100%", staircase="epoch")
     fit(Net(), [annealing, settings := Settings(last=40)], tmp_path, max_epochs=1000)
     for epoch in range(5):
         assert len({settings.seen[8 * epoch + step][0] for step in range(8)}) == 1

@@ -33,10 +33,10 @@ pytestmark = [
 IN_STEPS: dict[str, Any] = {
     "a constant weight": lambda: GatePenalty(0.1),
     "a ramp in steps": lambda: GatePenalty(Schedule(0.0, 0.1, begin=5, until="20 steps")),
-    "a budget": lambda: BudgetController(0.8, begin=0, until=20, landing=30),
+    "a budget": lambda: BudgetController(0.8, begin=0, until=20, freeze_at=30),
     "a temperature": lambda: TemperatureAnnealing(until=20),
     "phases": lambda: ThresholdPhases(
-        [Phase(0.9, 0.5, 0.0), Phase(0.6, 0.6, 1.0, begin="10 steps")], join=5, buffer=5
+        [Phase(0.9, 0.5, 0.0), Phase(0.6, 0.6, 1.0, begin="10 steps")], transition=5, buffer=5
     ),
     "a floor": lambda: MinimumActivity(0.1),
     "reviving": lambda: MinimumActivity(0.1, revive_after=10, revive_until=30),
@@ -52,12 +52,12 @@ IN_STEPS: dict[str, Any] = {
 FRACTIONS: dict[str, Any] = {
     "`until`": lambda: GatePenalty(Schedule(0.0, 0.1)),
     "`begin`": lambda: BudgetController(0.8),
-    "`landing`": lambda: BudgetController(0.8, begin=0, until=20),
+    "`freeze_at`": lambda: BudgetController(0.8, begin=0, until=20),
     "`until` ": lambda: TemperatureAnnealing(),
     "`begin` ": ThresholdPhases,
     "`revive_until`": lambda: MinimumActivity(0.1, revive_after=10),
     "`until`  ": lambda: RigL(0.5, layers=["*3"]),
-    "`begin`  ": lambda: MagnitudePruning(0.5, begin=0.5, layers=["*3"]),
+    "`begin`  ": lambda: MagnitudePruning(0.5, begin="50%", layers=["*3"]),
 }
 
 

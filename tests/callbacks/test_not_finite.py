@@ -38,7 +38,7 @@ def test_a_gradient_that_is_not_finite_changes_no_connection(
     precision: Any, tmp_path: Path
 ) -> None:
     steps = (4,) if precision == "32-true" else (4, 9, 12)
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     if precision == "32-true":  # weights are lost, but not the masks
         masks = WatchMasks(rigl)
         fit(Overflowing(steps), [rigl, masks], tmp_path)
@@ -56,7 +56,7 @@ def test_a_gradient_that_is_not_finite_changes_no_connection(
 @pytest.mark.parametrize("make", [RigL, SET])
 @pytest.mark.filterwarnings("ignore:.* leaves the update")
 def test_a_weight_that_is_not_finite_changes_no_connection(make: Any, tmp_path: Path) -> None:
-    sparse = make(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    sparse = make(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     watch = WatchMasks(sparse)
 
     class Breaks(pl.Callback):

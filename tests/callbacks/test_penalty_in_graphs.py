@@ -183,7 +183,7 @@ def test_a_penalty_that_could_not_act_is_told_of_at_once(
 ) -> None:
     penalty: Any = GatePenalty(WEIGHT)
     if pressing == "BudgetController":
-        penalty = BudgetController(0.8, measure="open_rate", begin=0, landing=3, every_n_steps=1)
+        penalty = BudgetController(0.8, measure="open_rate", begin=0, freeze_at=3, every_n_steps=1)
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     with pytest.raises(RuntimeError, match="did not come by the gates of this batch"):
         fitted(LosesABatch(policy), [penalty, saving], tmp_path)

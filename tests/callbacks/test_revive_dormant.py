@@ -8,7 +8,7 @@ from foreign_nets import Ungated, data, trainer_for
 from torch import nn
 
 from dg_lightning import GatedClassifier, GatedMLP
-from dg_lightning.callbacks import ReviveDormant, RigL
+from dg_lightning.callbacks import ContinualBackprop, ReviveDormant, RigL
 
 
 def silent(units: list[int]) -> Any:
@@ -40,7 +40,7 @@ def test_young_units_are_left_alone(tmp_path: Path) -> None:
 
 def test_the_least_useful_unit_is_replaced_at_the_given_rate(tmp_path: Path) -> None:
     model = silent([3])
-    revive = ReviveDormant(rule="utility", rate=1 / 16 / 5, maturity=3)  # one of 16 in 5 steps
+    revive = ContinualBackprop(rate=1 / 16 / 5, maturity=3)  # one of 16 in 5 steps
     trainer = trainer_for([revive], tmp_path, max_steps=11)
     trainer.fit(model, data())
     assert (biases(model) > -1).all()
@@ -68,7 +68,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     for ckpt_path in (None, str(tmp_path / "some.ckpt")):
         pl.seed_everything(0, verbose=False)
         model = silent([1, 2])
-        revive = ReviveDormant(rule="utility", rate=0.02, maturity=2)
+        revive = ContinualBackprop(rate=0.02, maturity=2)
         saving = [] if ckpt_path else [Save()]
         trainer = trainer_for([revive, *saving], tmp_path)
         trainer.fit(model, data(), ckpt_path=ckpt_path)
@@ -78,12 +78,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"threshold": 1.0}, {"every_n_steps": 0}, {"rate": 2.0}, {"decay": 1.0}],
+    ("kind", "options"),
+    [
+        (ReviveDormant, {"threshold": 1.0}),
+        (ReviveDormant, {"every_n_steps": 0}),
+        (ContinualBackprop, {"rate": 2.0}),
+        (ContinualBackprop, {"decay": 1.0}),
+    ],
 )
-def test_wrong_values_are_refused(options: dict[str, Any]) -> None:
+def test_wrong_values_are_refused(kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be"):
-        ReviveDormant(**options)
+        kind(**options)
 
 
 def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path) -> None:
@@ -119,14 +124,15 @@ def test_units_behind_closed_gates_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-@pytest.mark.parametrize("rule", ["dormant", "utility"])
+@pytest.mark.parametrize("kind", [ReviveDormant, ContinualBackprop])
 def test_units_are_revived_in_every_true_precision(
-    rule: Any, precision: Any, tmp_path: Path
+    kind: Any, precision: Any, tmp_path: Path
 ) -> None:
     model = silent([2, 5, 7])
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
-    options: Any = {"threshold": 0.0, "every_n_steps": 4} if rule == "dormant" else {"rate": 0.05}
-    revive = ReviveDormant(rule, maturity=2, **options)
+    by_size = {"threshold": 0.0, "every_n_steps": 4}
+    options: Any = by_size if kind is ReviveDormant else {"rate": 0.05}
+    revive = kind(maturity=2, **options)
     trainer_for([revive], tmp_path, precision=precision).fit(model, data())
     assert (biases(model)[[2, 5, 7]] > -1).all()
     assert model.body[1].weight.isfinite().all()

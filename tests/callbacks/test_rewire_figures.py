@@ -25,7 +25,7 @@ def logged_steps(logger: Any) -> list[int]:
 
 
 def test_they_are_logged_in_every_logged_step(tmp_path: Path) -> None:
-    rigl = RigL(0.7, every_n_steps=4, until=0.75)
+    rigl = RigL(0.7, every_n_steps=4, until="75%")
     logger = CSVLogger(tmp_path)
     fit(Plain(), [rigl], tmp_path, logger=logger)  # two epochs of 12 steps
     assert logged_steps(logger) == [2, 5, 8, 11, 14, 17, 20, 23]
@@ -41,7 +41,7 @@ def test_who_logs_no_steps_can_still_monitor_them(tmp_path: Path) -> None:
 
 def test_a_row_has_its_epoch_and_accumulated_batches_make_no_row(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    rigl = RigL(0.7, every_n_steps=2, until=1.0)
+    rigl = RigL(0.7, every_n_steps=2, until="100%")
     options: Any = {"accumulate_grad_batches": 3, "log_every_n_steps": 1}
     trainer = fit(Plain(), [rigl], tmp_path, logger=logger, **options)  # 2 epochs of 4 steps
     logger.save()
@@ -53,12 +53,12 @@ def test_a_row_has_its_epoch_and_accumulated_batches_make_no_row(tmp_path: Path)
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_resumed_training_logs_them_too(same: bool, tmp_path: Path) -> None:
-    rigl = RigL(0.7, every_n_steps=4, until=0.75)
+    rigl = RigL(0.7, every_n_steps=4, until="75%")
     saving = ModelCheckpoint(tmp_path, filename="at", every_n_train_steps=7, save_top_k=-1)
     model = Plain()
     fit(model, [rigl, saving], tmp_path, max_steps=7, enable_checkpointing=True)
     logger = CSVLogger(tmp_path)
-    rigl = rigl if same else RigL(0.7, every_n_steps=4, until=0.75)
+    rigl = rigl if same else RigL(0.7, every_n_steps=4, until="75%")
     fit(Plain(), [rigl], tmp_path, logger=logger, ckpt_path=tmp_path / "at.ckpt")
     assert logged_steps(logger)[:2] == [8, 11]
 
@@ -80,7 +80,7 @@ class Growing(RigL):
 
 
 def test_somebodys_own_rule_is_counted_right_and_sees_every_step(tmp_path: Path) -> None:
-    growing = Growing(0.7, every_n_steps=4, until=1.0)
+    growing = Growing(0.7, every_n_steps=4, until="100%")
     fit(Plain(), [growing], tmp_path)
     assert growing.seen == 24
     for c in growing.connections.values():

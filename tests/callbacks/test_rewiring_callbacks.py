@@ -18,7 +18,7 @@ from dg_lightning.callbacks import SET, MagnitudePruning, RigL, StaticSparse
 def test_connections_move_on_schedule_and_their_number_stays(
     make: Any, optimizer: str, tmp_path: Path
 ) -> None:
-    sparse = make(0.7, every_n_steps=4, until=0.75, drop_shape="constant")
+    sparse = make(0.7, every_n_steps=4, until="75%", drop_shape="constant")
     watch = Watch(sparse)
     trainer = fit(Plain(optimizer), [sparse, watch], tmp_path)
     assert trainer.global_step == 24
@@ -30,7 +30,9 @@ def test_connections_move_on_schedule_and_their_number_stays(
 
 def test_an_update_is_the_one_of_algorithm_2(tmp_path: Path) -> None:
     """Against a loop of our own, with plain torch and sorting."""
-    rigl = RigL(0.6, every_n_steps=3, until=1.0, drop_fraction=0.4, drop_shape="constant", seed=5)
+    rigl = RigL(
+        0.6, every_n_steps=3, until="100%", drop_fraction=0.4, drop_shape="constant", seed=5
+    )
     model = Plain("sgd")
     fit(model, [rigl], tmp_path, max_epochs=1)
 
@@ -74,7 +76,7 @@ def test_an_update_is_the_one_of_algorithm_2(tmp_path: Path) -> None:
 def test_micro_batches_are_one_large_batch(grow: Any, tmp_path: Path) -> None:
     ends = []
     for batch_size, accumulate in ((32, 1), (8, 4)):
-        rigl = RigL(0.6, every_n_steps=2, until=1.0, grow=grow)
+        rigl = RigL(0.6, every_n_steps=2, until="100%", grow=grow)
         model = Plain()
         fit(model, [rigl], tmp_path, data(batch_size), accumulate_grad_batches=accumulate)
         ends.append((masks_of(rigl), list(model.parameters())))
@@ -86,7 +88,7 @@ def test_micro_batches_are_one_large_batch(grow: Any, tmp_path: Path) -> None:
 
 def test_no_sparsity_is_dense_training_bit_by_bit(tmp_path: Path) -> None:
     ends = []
-    for callbacks in ([], [RigL(0.0, every_n_steps=2, until=1.0)]):
+    for callbacks in ([], [RigL(0.0, every_n_steps=2, until="100%")]):
         model = Plain()
         fit(model, callbacks, tmp_path)
         ends.append([p.detach().clone() for p in model.parameters()])
@@ -104,7 +106,7 @@ from dg_lightning.callbacks import SET, MagnitudePruning, RigL
 from sparse_nets import Plain, data, fit, masks_of
 result = []
 for make in (RigL, SET, MagnitudePruning):
-    sparse = make(0.6, every_n_steps=2, until=0.8)
+    sparse = make(0.6, every_n_steps=2, until="80%")
     model = Plain()
     dataset = data().dataset
     sampler = DistributedSampler(dataset, 2, int(os.environ["RANK"]), shuffle=False)
@@ -117,7 +119,7 @@ for make in (RigL, SET, MagnitudePruning):
     assert ranks[0] == ranks[1]
     for make, (masks, weights) in zip((RigL, SET, MagnitudePruning), ranks[0], strict=True):
         # A process has every second sample: a batch of 16 holds the same ones.
-        sparse, model = make(0.6, every_n_steps=2, until=0.8), Plain()
+        sparse, model = make(0.6, every_n_steps=2, until="80%"), Plain()
         fit(model, [sparse], tmp_path, data(16))
         assert {n: m.tolist() for n, m in masks_of(sparse).items()} == masks, make
         for name, p in model.named_parameters():
@@ -136,7 +138,7 @@ def test_somebodys_own_rule_is_given_scores_of_at_least_0(make: Any, tmp_path: P
 
     masks, weights = [], []
     for kind in (make, Own):
-        sparse, model = kind(0.6, every_n_steps=4, until=1.0), Plain()
+        sparse, model = kind(0.6, every_n_steps=4, until="100%"), Plain()
         fit(model, [sparse], tmp_path)
         masks.append(masks_of(sparse))
         weights.append(dict(model.named_parameters()))
@@ -170,7 +172,7 @@ class Manual(Plain):
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
-    rigl = RigL(0.6, every_n_steps=4, until=0.9)
+    rigl = RigL(0.6, every_n_steps=4, until="90%")
     first: dict[str, Tensor] = {}
 
     class Check(pl.Callback):
@@ -187,7 +189,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_an_update_may_take_the_place_of_the_step(tmp_path: Path) -> None:
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant", skip_optimizer_step=True)
+    rigl = RigL(0.6, every_n_steps=4, until="100%", drop_shape="constant", skip_optimizer_step=True)
     weights: list[Tensor] = []
 
     class Weights(pl.Callback):
@@ -207,7 +209,7 @@ def test_a_convolution_is_rewired_too(tmp_path: Path) -> None:
     model.net = nn.Sequential(
         nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 4)
     ).double()
-    rigl = RigL(0.5, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(0.5, every_n_steps=4, until="100%", drop_shape="constant")
     fit(model, [rigl, watch := Watch(rigl)], tmp_path)
     assert watch.changes() == [4, 8, 12, 16, 20]
     assert model.net[1].connection_mask.shape == (8, 3, 2, 2)
@@ -252,7 +254,7 @@ def test_connections_of_closed_units_are_moved_by_the_gate_aware_rule_only(
 ) -> None:
     model = Gated(closed=4)
     rigl = RigL(
-        {"*linear": 0.5}, every_n_steps=2, until=1.0, drop_shape="constant", gate_aware=rule
+        {"*linear": 0.5}, every_n_steps=2, until="100%", drop_shape="constant", gate_aware=rule
     )
     watch = Watch(rigl)
     fit(model, [rigl, watch], tmp_path)

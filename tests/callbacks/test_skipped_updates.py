@@ -18,7 +18,7 @@ KEY = "rewire/itop/net.0"
 
 @pytest.mark.parametrize("validates", [True, False])
 def test_who_monitors_them_sees_those_of_now(validates: bool, tmp_path: Path) -> None:
-    rigl = RigL(0.7, every_n_steps=4, until=1.0)
+    rigl = RigL(0.7, every_n_steps=4, until="100%")
     seen: list[tuple[float, float]] = []
 
     class Validating(Plain):
@@ -54,7 +54,7 @@ def test_a_monitor_finds_them_after_one_batch(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, monitor=KEY, save_on_train_epoch_end=False)
     fit(
         Plain(),
-        [RigL(0.7, every_n_steps=1, until=1.0), saving],
+        [RigL(0.7, every_n_steps=1, until="100%"), saving],
         tmp_path,
         limit_train_batches=1,
         log_every_n_steps=1,
@@ -85,7 +85,7 @@ class Calms(pl.Callback):
 
 
 def test_every_update_that_is_left_out_is_told_of_once(tmp_path: Path) -> None:
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     steps = (8, 12, 20)  # with the last one before the end
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -103,7 +103,7 @@ def test_weights_that_are_not_finite_change_no_connection(tmp_path: Path) -> Non
             weight: Any = self.net[0].weight
             weight.data[0, weight[0].ne(0).nonzero()[0]] = torch.inf  # with a finite gradient
 
-    rigl = RigL(0.6, every_n_steps=4, until=1.0)
+    rigl = RigL(0.6, every_n_steps=4, until="100%")
     first: list[Any] = []
 
     class First(pl.Callback):
@@ -117,7 +117,7 @@ def test_weights_that_are_not_finite_change_no_connection(tmp_path: Path) -> Non
 
 
 def test_an_update_that_is_left_out_has_no_churn_of_its_own(tmp_path: Path) -> None:
-    rigl = RigL(0.6, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     callbacks = [Overflows(8), rigl, Calms(8)]
     with pytest.warns(UserWarning, match="leaves the update of step 8 out"):
         fit(Plain(), callbacks, tmp_path, max_epochs=1)

@@ -59,8 +59,8 @@ def train(folder: str, kill_at: int | None, every_n_steps: int) -> None:
         accelerator="cpu",
         max_epochs=5,
         callbacks=[
-            RigL(0.8, layers=["net.1"], every_n_steps=4, grow="mean_gradient", until=0.9),
-            SET(0.8, layers=["net.4"], every_n_steps=5, until=0.9),
+            RigL(0.8, layers=["net.1"], every_n_steps=4, grow="mean_gradient", until="90%"),
+            SET(0.8, layers=["net.4"], every_n_steps=5, until="90%"),
             MagnitudePruning(0.6, begin=20, until=80, every_n_steps=7, layers=["net.6"]),
             ExactResume(),
             Kill(kill_at),

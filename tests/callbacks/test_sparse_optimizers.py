@@ -75,7 +75,7 @@ def test_it_is_cleaned_up_after_an_optimizer_that_torch_does_not_have(tmp_path: 
 def test_an_optimizer_that_needs_a_closure(tmp_path: Path) -> None:
     model = Plain()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)  # type: ignore[method-assign]
-    rigl = RigL(0.5, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(0.5, every_n_steps=4, until="100%", drop_shape="constant")
     fit(model, [rigl, watch := Watch(rigl)], tmp_path)
     assert watch.changes() == [4, 8, 12, 16, 20]
 
@@ -96,7 +96,7 @@ def test_the_last_gradient_of_a_step_counts(tmp_path: Path) -> None:
 
     model = Plain()
     model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)  # type: ignore[method-assign]
-    rigl = Seeing(0.5, every_n_steps=4, until=1.0)
+    rigl = Seeing(0.5, every_n_steps=4, until="100%")
     rigl.seen = []
     fit(model, [rigl], tmp_path)
     assert min(c.changed_at for c in rigl.connections.values()) == 20
@@ -118,9 +118,9 @@ def test_skipping_the_step_of_an_optimizer_that_unscales_is_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     "sparse",
     [
-        SET(0.5, every_n_steps=4, until=1.0, drop_shape="constant"),
+        SET(0.5, every_n_steps=4, until="100%", drop_shape="constant"),
         MagnitudePruning(0.5, begin=4, until=10, every_n_steps=4),
-        RigL(0.5, every_n_steps=4, until=1.0, drop_shape="constant"),
+        RigL(0.5, every_n_steps=4, until="100%", drop_shape="constant"),
     ],
     ids=lambda callback: type(callback).__name__,
 )

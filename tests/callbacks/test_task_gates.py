@@ -74,7 +74,7 @@ def test_somebodys_model_forgets_nothing_either(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sparse", [RigL, SET])
 def test_connections_move_into_free_capacity_only(sparse: Any, tmp_path: Path) -> None:
     answers = Answers()
-    callbacks = [TaskHeads(), TaskGates(), sparse(0.5, every_n_steps=5, until=1.0), answers]
+    callbacks = [TaskHeads(), TaskGates(), sparse(0.5, every_n_steps=5, until="100%"), answers]
     model = classifier()
     trainer_for(callbacks, tmp_path).fit(model, datamodule=tasks())
     assert_nothing_is_forgotten(answers)

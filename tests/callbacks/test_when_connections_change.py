@@ -15,7 +15,7 @@ each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mar
 
 
 def test_an_update_that_is_far_ahead_is_not_missed(tmp_path: Path) -> None:
-    rigl = RigL(0.7, every_n_steps=70, until=1.0, drop_shape="constant")
+    rigl = RigL(0.7, every_n_steps=70, until="100%", drop_shape="constant")
     fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, max_epochs=13)  # of 12 steps
     assert watch.changes() == [70, 140]
 
@@ -30,7 +30,7 @@ def test_a_rule_that_hangs_on_the_training_is_asked_in_every_step(tmp_path: Path
         def changes_after(self, step: int, last: int) -> bool:
             return self.steps == 17  # of which nobody can know ahead of time
 
-    rigl = Waits(0.7, every_n_steps=4, until=1.0)
+    rigl = Waits(0.7, every_n_steps=4, until="100%")
     fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path)
     assert watch.changes() == [17]
 
@@ -62,11 +62,11 @@ def test_an_update_that_is_skipped_is_warned_of(device: str, sparsity: Any, tmp_
             if trainer.global_step + 1 == 8:
                 pl_module.net[2].weight.grad[0, 0] = torch.nan
 
-    rigl = RigL(sparsity, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(sparsity, every_n_steps=4, until="100%", drop_shape="constant")
     callbacks = [Overflows(), rigl, watch := Watch(rigl)]
     with pytest.warns(UserWarning, match="RigL leaves the update of step 8 out: a gradient or a"):
         fit(Breaks(), callbacks, tmp_path, accelerator=device, max_epochs=1, logger=True)
     assert watch.changes() == [4]  # not 8, and 12 is the end
-    rigl = RigL(sparsity, every_n_steps=4, until=1.0, drop_shape="constant")
+    rigl = RigL(sparsity, every_n_steps=4, until="100%", drop_shape="constant")
     fit(Plain(), [rigl, watch := Watch(rigl)], tmp_path, accelerator=device, max_epochs=1)
     assert watch.changes() == [4, 8]

@@ -37,8 +37,8 @@ OTHERS: list[Any] = [
 ]
 OUT_OF_RANGE: list[tuple[str, str, Any]] = [
     *(("BudgetController", "budget", value) for value in (0, 1.5, {"*": 0.0}, {"*": 2})),
-    *(("BudgetController", name, 1.5) for name in ("begin", "until", "landing")),
-    *(("BudgetController", name, "150 %") for name in ("begin", "until", "landing")),
+    *(("BudgetController", name, 1.5) for name in ("begin", "until", "freeze_at")),
+    *(("BudgetController", name, "150 %") for name in ("begin", "until", "freeze_at")),
     ("BudgetController", "initial_weight", 0),
     ("BudgetController", "max_weight", 0.01),
     *(("CollapseDetector", "every_n_steps", value) for value in (0, 1)),

@@ -44,7 +44,7 @@ def test_ctrl_c_says_so(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dg_lightning.checking.probe.Before.on_train_batch_start", interrupt)
+    monkeypatch.setattr("dg_lightning.checking.probe.FirstProbe.on_train_batch_start", interrupt)
     with pytest.raises(SystemExit) as stopped:
         main(["check", *SMALL])
     assert stopped.value.code == 130

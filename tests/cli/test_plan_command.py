@@ -24,7 +24,7 @@ def test_draws_all_schedules_without_training(capsys: pytest.CaptureFixture[str]
 
 
 def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *CONFIGS, "--trainer.callbacks.join=0", "--output=."])
+    main(["plan", *CONFIGS, "--trainer.callbacks.transition=0", "--output=."])
     assert "all jump at step" in " ".join(capsys.readouterr().out.split())
     assert Path("plan.png").is_file()
 

@@ -121,7 +121,7 @@ def test_every_unit_starts_at_the_initial_open_rate_at_any_temperature(
 @given(
     blocks=st.integers(1, 12),
     block_size=st.integers(1, 4),
-    floor=st.floats(0, 1) | st.integers(0, 12),
+    floor=st.integers(0, 100).map("{}%".format) | st.integers(0, 12),
     threshold=st.floats(0, 0.99),
     policy=st.sampled_from(["threshold", "top_k", "bernoulli", "hard_concrete"]),
     training=st.booleans(),
@@ -131,13 +131,13 @@ def test_every_unit_starts_at_the_initial_open_rate_at_any_temperature(
 def test_the_floor_holds_for_every_sample(
     blocks: int,
     block_size: int,
-    floor: int | float,
+    floor: int | str,
     threshold: float,
     policy: Any,
     training: bool,
     seed: int,
 ) -> None:
-    floor = min(floor, blocks)
+    floor = min(floor, blocks) if isinstance(floor, int) else floor
     gate = DynamicGate(
         3,
         blocks * block_size,
@@ -151,7 +151,7 @@ def test_the_floor_holds_for_every_sample(
     gate.train(training)
     torch.manual_seed(seed)
     g = gate(torch.randn(7, 3))
-    count = floor if isinstance(floor, int) else floor * blocks
+    count = floor if isinstance(floor, int) else float(floor[:-1]) / 100 * blocks
     open_blocks = (g != 0).float().sum(-1) / block_size
     assert (open_blocks >= count - 1e-6).all()
     assert g.shape == (7, blocks * block_size)
@@ -165,8 +165,8 @@ def test_the_floor_opens_the_most_probable_and_no_more() -> None:
     assert gate(torch.zeros(1, 2)).tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(("k", "count"), [(3, 3), (0.5, 4), (0.3, 3), (1.0, 8)])
-def test_top_k_opens_exactly_k(k: int | float, count: int) -> None:
+@pytest.mark.parametrize(("k", "count"), [(3, 3), ("50%", 4), ("30%", 3), ("100%", 8)])
+def test_top_k_opens_exactly_k(k: int | str, count: int) -> None:
     gate = DynamicGate(5, 8, policy="top_k", k=k)
     randomise(gate)
     for training in (True, False):

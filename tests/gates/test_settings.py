@@ -17,7 +17,9 @@ from dg_lightning.gates import make_gate
         ({"k": 3}, "`k` goes with `policy='top_k'`"),
         ({"policy": "top_k", "k": 9}, "`k` must be from 1 to 8 gates, got 9"),
         ({"policy": "topk"}, "`policy` must be one of"),
-        ({"min_open": 1.5}, r"`min_open` as a fraction must be in \[0, 1\], got 1.5"),
+        ({"min_open": 1.5}, "`min_open` .* got 1.5"),
+        ({"min_open": "150%"}, "`min_open` .* got '150%'"),
+        ({"min_open": "many"}, "`min_open` .* got 'many'"),
         ({"min_open": 9}, "`min_open` must be from 0 to 8 gates, got 9"),
     ],
 )

@@ -28,13 +28,13 @@ def risks_of(*callbacks: Any, threshold: float = 0.5) -> list[str]:
 
 RISKY: dict[str, tuple[list[Any], float, str]] = {
     "sudden cooling": (
-        [TemperatureAnnealing(2.0, 0.3, begin=0.5, until=0.52)],
+        [TemperatureAnnealing(2.0, 0.3, begin="50%", until="52%")],
         0.6,
         r"τ drops from 2 to 0\.\d+ between step",
     ),
     "cold start": ([TemperatureAnnealing(0.4, 0.2)], 0.6, "τ starts at 0.4, below 0.5"),
     "high threshold": (
-        [ThresholdPhases([Phase(0.9, 0.6, 1.0), Phase(0.5, 0.95, 1.0, 0.5)])],
+        [ThresholdPhases([Phase(0.9, 0.6, 1.0), Phase(0.5, 0.95, 1.0, "50%")])],
         0.6,
         r"θ rises above 0.9 \(to 0.95",
     ),
@@ -44,12 +44,12 @@ RISKY: dict[str, tuple[list[Any], float, str]] = {
         r"target sits on θ \(0.6 and 0.6\)",
     ),
     "keep on threshold": (
-        [ThresholdPhases([Phase(0.9, 0.6, 1.0), Phase(0.7, 0.7, 1.0, 0.5)])],
+        [ThresholdPhases([Phase(0.9, 0.6, 1.0), Phase(0.7, 0.7, 1.0, "50%")])],
         0.6,
         r"keep target sits on θ \(0.7 and 0.7\)",
     ),
     "all at once": (
-        [GatePenalty(1.0), ThresholdPhases(join=0)],
+        [GatePenalty(1.0), ThresholdPhases(transition=0)],
         0.6,
         "λ, θ and the keep target all jump at step",
     ),

@@ -67,7 +67,7 @@ def test_a_warmup_has_its_own_value() -> None:
 
 def test_a_staircase_is_algorithm_1_to_the_letter() -> None:
     total, warmup, highest = 7, 2, 0.3
-    ramp = Schedule(0.0, highest, begin=f"{warmup} epochs", until=1.0, staircase="epoch")
+    ramp = Schedule(0.0, highest, begin=f"{warmup} epochs", until="100%", staircase="epoch")
     at = ramp.resolve(Clock(total * 13, 13))
     for t in range(1, total + 1):  # the paper counts epochs from 1
         by_paper = 0 if t <= warmup else highest * min(1, (t - warmup) / max(1, total - warmup))
@@ -84,7 +84,7 @@ def test_a_staircase_is_algorithm_1_to_the_letter() -> None:
 def test_a_schedule_stays_between_its_ends_and_goes_one_way(
     shape: Any, start: float, end: float, step: int
 ) -> None:
-    at = Schedule(start, end, shape, begin=0.1, until=0.8).resolve(Clock(200))
+    at = Schedule(start, end, shape, begin="10%", until="80%").resolve(Clock(200))
     low, high = sorted([start, end])
     assert low - 1e-9 <= at(step) <= high + 1e-9
     assert (at(step + 1) - at(step)) * (end - start) >= -1e-9
@@ -93,8 +93,8 @@ def test_a_schedule_stays_between_its_ends_and_goes_one_way(
 def test_bad_schedules_say_the_way_out() -> None:
     with pytest.raises(ValueError, match="needs a start and an end above 0, got 0 and 1"):
         Schedule(0, 1, "exponential")
-    with pytest.raises(ValueError, match=r"must end after it begins, got begin 0.5 \(step 50\)"):
-        Schedule(0, 1, begin=0.5, until=0.2).resolve(Clock(100))
+    with pytest.raises(ValueError, match=r"must end after it begins, got begin '50%' \(step 50\)"):
+        Schedule(0, 1, begin="50%", until="20%").resolve(Clock(100))
     with pytest.raises(ValueError, match=r"`shape` must be linear.* or step, got 'round'"):
         Schedule(0, 1, "round")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`start` must be a finite number, got inf"):

@@ -247,5 +247,5 @@ def test_only_products_of_the_units_are_saved_with_them() -> None:
 
 def test_a_pair_whose_units_are_gated_already_is_refused() -> None:
     layer = GatedFeedForward(8, 16, gate={"kind": "dynamic", "block_size": 4})
-    with pytest.raises(ValueError, match=r"`pairs`.*'first'.*'gate'"):
-        add_gates(layer, feed_forward=STATIC, pairs=[("first", "second")])
+    with pytest.raises(ValueError, match=r"`pairs`.*'fc1'.*'gate'"):
+        add_gates(layer, feed_forward=STATIC, pairs=[("fc1", "fc2")])

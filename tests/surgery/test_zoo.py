@@ -265,7 +265,7 @@ def test_it_trains_with_callbacks_and_resumes(name: str, tmp_path: Any) -> None:
         callbacks = [
             AddGates(**wanted, submodule="model", example=example),
             GatePenalty(weight=100.0),
-            RigL(0.5, every_n_steps=1, until=1.0),
+            RigL(0.5, every_n_steps=1, until="100%"),
         ]
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -46,7 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> d
     return {"accelerator": "cpu" if request.param == "emulated" else "cuda", "devices": 1}
 
 
-PHASES = [Phase(0.9, 0.5, 0.0), Phase(0.5, 0.55, 1.0, begin=0.4)]
+PHASES = [Phase(0.9, 0.5, 0.0), Phase(0.5, 0.55, 1.0, begin="40%")]
 
 
 def everything() -> list[Any]:
@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "ramp, phases, average": (
         LOW_RANK,
         lambda: [
-            GatePenalty(Schedule(0.0, 0.5, until=0.8), "target"),
+            GatePenalty(Schedule(0.0, 0.5, until="80%"), "target"),
             ThresholdPhases(PHASES),
             Ema(),
         ],

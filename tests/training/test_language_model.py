@@ -70,7 +70,7 @@ def test_it_learns_at_the_budget_and_loads_from_its_checkpoint(
     data: TextDataModule, tmp_path: Path
 ) -> None:
     shift = BudgetController(
-        0.4, measure="open_rate", method="shift", begin=0.0, until=0.4, landing=0.6
+        0.4, measure="open_rate", method="shift", begin="0%", until="40%", freeze_at="60%"
     )
     lm = model()
     run = trainer(tmp_path, [GateMonitor(every_n_epochs=0), CollapseDetector(), shift])
