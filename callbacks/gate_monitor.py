@@ -23,6 +23,9 @@ from dg_lightning.training import is_logged_step, log_step, logged_step
 
 from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
+# Of layers.csv, by logged key.
+_LOGGED_COLUMNS = {"open_rate": "open_rate_g", "mean_probability": "open_rate_p", "churn": "churn"}
+
 
 class GateMonitor(DeferredStateCallback):
     """Logs the activity of the hard gates in validation and test.
@@ -45,8 +48,8 @@ class GateMonitor(DeferredStateCallback):
     | logged key | meaning |
     |---|---|
     | `gates/open_rate` | share of open units over all gates |
-    | `gates/open_rate_g/<layer>` | mean share of samples that open a unit |
-    | `gates/open_rate_p/<layer>` | mean probability |
+    | `gates/open_rate/<layer>` | mean share of samples that open a unit |
+    | `gates/mean_probability/<layer>` | mean probability |
     | `gates/churn/<layer>` | mean change of a unit's share since the last snapshot |
     | `gates/active_ratio` | share of open units over input-dependent gates |
     | `gates/hardness_correlation` | between hardness (1 - largest class probability) and activity |
@@ -127,9 +130,9 @@ class GateMonitor(DeferredStateCallback):
         # Churn is only defined within a training run.
         rows = snapshot.layer_rows(epoch, step, self.history if is_fit else GateHistory())
         for row in rows:
-            for key in ("open_rate_g", "open_rate_p", "churn"):
-                if row[key] is not None:
-                    log_scalar(pl_module, f"gates/{key}/{row['layer']}", row[key])
+            for key, column in _LOGGED_COLUMNS.items():
+                if row[column] is not None:
+                    log_scalar(pl_module, f"gates/{key}/{row['layer']}", row[column])
         for key, value in snapshot.totals(pl_module).items():
             log_scalar(pl_module, key, value, prog_bar=key == "gates/open_rate")
         if is_fit:
@@ -198,7 +201,7 @@ class GateMonitor(DeferredStateCallback):
         sizes = [gate.units // gate.block_size for gate in gates]
         rates = mean_over_ranks(trainer, unit_rates(gates))
         open_rates, p, _ = rates.split([sum(sizes), sum(sizes), 3 * len(gates)])
-        for key, values in (("open_rate_g", open_rates), ("open_rate_p", p)):
+        for key, values in (("open_rate", open_rates), ("mean_probability", p)):
             means = zip(self._gates, values.split(sizes), strict=True)
             log_step(pl_module, {f"gates/{key}/{name}": part.mean() for name, part in means})
 

@@ -70,10 +70,10 @@ class RigL(Rewiring):
 
     | logged key | meaning |
     |---|---|
-    | `rewire/density/<layer>` | share of connections that exist |
-    | `rewire/churn/<layer>` | share of them that the last update made |
-    | `rewire/itop/<layer>` | share of positions that have ever had one |
-    | `rewire/dead_inputs/<layer>`, `rewire/dead_outputs/<layer>` | units without any |
+    | `rewiring/density/<layer>` | share of connections that exist |
+    | `rewiring/churn/<layer>` | share of them that the last update made |
+    | `rewiring/explored/<layer>` | share of positions that have ever had one |
+    | `rewiring/dead_inputs/<layer>`, `rewiring/dead_outputs/<layer>` | units without any |
 
     >>> RigL(sparsity=0.9).schedule.every_n_steps
     100

@@ -282,7 +282,7 @@ class SparseCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         every = [(name, layer.figures()) for name, layer in self.connections.items()]
-        figures = {f"rewire/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
+        figures = {f"rewiring/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
         changed = any(x.changed_at == trainer.global_step for x in self.connections.values())
         log_step(pl_module, figures, always=changed)
 

@@ -39,7 +39,7 @@ _METRICS = {
     "compute/macs_share": ("of the dense net's", ".2%"),
     "gates/open_rate": ("open units", ".2%"),
 }
-_LAYER_PREFIX = "gates/open_rate_g/"
+_LAYER_PREFIX = "gates/open_rate/"
 
 
 def find_non_finite(trainer: Any) -> str | None:

@@ -32,8 +32,8 @@ def gate_workspace(entity: str, project: str) -> Any:
             line("Loss", "train/loss", "val/loss"),
         ],
         "Open rates by layer": [
-            matching("Open (hard gates)", "gates/open_rate_g/.*", range_y=share),
-            matching("Probability", "gates/open_rate_p/.*", range_y=share),
+            matching("Open (hard gates)", "gates/open_rate/.*", range_y=share),
+            matching("Probability", "gates/mean_probability/.*", range_y=share),
             matching("Churn between snapshots", "gates/churn/.*"),
             line("Open, all gates", "gates/open_rate", range_y=share),
             line("Correlation of hardness and activity", "gates/hardness_correlation"),

@@ -140,7 +140,7 @@ class SparseLayer:
         """Keep the figures of the mask."""
         self.count, made, self.dead_inputs, self.dead_outputs, explored = counts
         self.churn = made / max(1, self.count)
-        self.itop = explored / len(self._explored)
+        self.explored_share = explored / len(self._explored)
         set_connections(self.layer, self.mask, self.count)
 
     def _sample(self, mask: Tensor) -> Tensor:
@@ -149,13 +149,13 @@ class SparseLayer:
     def figures(self) -> dict[str, float]:
         """Return the figures that are logged.
 
-        `itop` is the share of positions that have ever had a connection (in-time
+        `explored_share` is the share of positions that have ever had a connection (in-time
         over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
         """
         return {
             "density": self.count / self.mask.numel(),
             "churn": self.churn,
-            "itop": self.itop,
+            "explored": self.explored_share,
             "dead_inputs": float(self.dead_inputs),
             "dead_outputs": float(self.dead_outputs),
         }

@@ -68,8 +68,10 @@ def test_logs_and_writes_what_the_gates_do_in_the_last_validation(tmp_path: Path
     p = {name: gate.probability.detach() for name, gate in gates.items()}  # type: ignore[union-attr]
     logged = {key: value.item() for key, value in trainer.callback_metrics.items()}
     for name in (INPUT, FIRST):
-        assert logged[f"gates/open_rate_g/{name}"] == pytest.approx(g[name].mean().item())
-        assert logged[f"gates/open_rate_p/{name}"] == pytest.approx(p[name].mean().item(), rel=1e-5)
+        assert logged[f"gates/open_rate/{name}"] == pytest.approx(g[name].mean().item())
+        assert logged[f"gates/mean_probability/{name}"] == pytest.approx(
+            p[name].mean().item(), rel=1e-5
+        )
     both = (64 * g[INPUT].mean() + 32 * g[FIRST].mean()) / 96
     assert logged["gates/open_rate"] == pytest.approx(both.item())
     hardness = (1 - logits.softmax(-1).amax(-1)).detach().numpy()
@@ -141,7 +143,7 @@ def test_without_a_validation_it_looks_at_logged_steps_of_training(tmp_path: Pat
     trainer = trainer_for(tmp_path, GateMonitor(), max_epochs=2, logger=logger, limit_val_batches=0)
     trainer.fit(model, DigitsDataModule(batch_size=64))
     logged = rows(Path(logger.log_dir) / "metrics.csv")
-    steps = [int(row["step"]) for row in logged if row["gates/open_rate_g/body.1.gate"]]
+    steps = [int(row["step"]) for row in logged if row["gates/open_rate/body.1.gate"]]
     assert steps[:4] == [4, 9, 14, 19]
     layers = rows(Path(logger.log_dir) / "gates" / "layers.csv")
     assert [row["epoch"] for row in layers] == ["0", "1"]
@@ -173,7 +175,7 @@ def test_a_test_has_files_of_its_own_and_leaves_the_history_alone(tmp_path: Path
     assert len(monitor.history.entries) == 1
     assert len(rows(tmp_path / "gates" / "layers.csv")) == 2
     assert len(rows(tmp_path / "gates_test" / "layers.csv")) == 2
-    assert f"gates/open_rate_g/{FIRST}" in trainer.callback_metrics
+    assert f"gates/open_rate/{FIRST}" in trainer.callback_metrics
     # What has changed since a validation is no figure of a test.
     assert not [key for key in trainer.callback_metrics if key.startswith("gates/churn")]
 
@@ -272,7 +274,7 @@ def test_a_logger_that_takes_scalars_alone_gets_them(tmp_path: Path) -> None:
     trainer_for(tmp_path, GateMonitor(every_n_epochs=1), logger=logger, max_epochs=1).fit(
         classifier(), DigitsDataModule(batch_size=64)
     )
-    assert f"gates/open_rate_g/{FIRST}" in logger.seen
+    assert f"gates/open_rate/{FIRST}" in logger.seen
 
 
 def test_a_gate_that_takes_no_part_can_be_left_out(tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_a_gate_that_takes_no_part_can_be_left_out(tmp_path: Path) -> None:
     model.idle = GatedLinear(4, 4, gate={"kind": "static"})
     trainer = trainer_for(tmp_path, GateMonitor(layers=["body*"]), max_epochs=1)
     trainer.fit(model, DigitsDataModule(batch_size=64))
-    assert "gates/open_rate_g/body.1.gate" in trainer.callback_metrics
+    assert "gates/open_rate/body.1.gate" in trainer.callback_metrics
     assert "compute/macs" not in trainer.callback_metrics  # not known for all of the module
 
 
@@ -367,4 +369,4 @@ def test_a_count_that_fails_does_not_fail_the_test(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, GateMonitor())
     with pytest.warns(UserWarning, match="cannot be counted"):
         (logged,) = trainer.test(Scripted(), DigitsDataModule(batch_size=64), verbose=False)
-    assert "gates/open_rate_g/hidden.gate" in logged
+    assert "gates/open_rate/hidden.gate" in logged

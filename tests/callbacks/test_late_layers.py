@@ -76,7 +76,7 @@ def test_they_are_found_in_a_test_too(name: str, tmp_path: Path) -> None:
     trainer = trainer_for([callback], tmp_path, limit_test_batches=2)
     (metrics,) = trainer.test(Tested(name, "configure_model", False), data(), verbose=False)
     if name == "GateMonitor":
-        assert "gates/open_rate_g/body.1.gate" in metrics
+        assert "gates/open_rate/body.1.gate" in metrics
     if name == "RoutingMonitor":
         assert any(key.startswith("routing/entropy/body.1") for key in metrics)
 

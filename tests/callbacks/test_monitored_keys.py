@@ -16,11 +16,11 @@ KEYS = {
     ],
     "TemperatureAnnealing": ["gates/temperature"],
     "ThresholdPhases": ["gates/threshold", "gates/keep_target"],
-    "RigL": ["rewire/density/body.1.linear", "rewire/churn/body.1.linear"],
-    "SET": ["rewire/density/body.2.linear"],
-    "StaticSparse": ["rewire/density/body.3"],
-    "MagnitudePruning": ["rewire/density/body.3"],
-    "GateMonitor": ["gates/open_rate", "gates/open_rate_g/body.1.gate", "compute/macs"],
+    "RigL": ["rewiring/density/body.1.linear", "rewiring/churn/body.1.linear"],
+    "SET": ["rewiring/density/body.2.linear"],
+    "StaticSparse": ["rewiring/density/body.3"],
+    "MagnitudePruning": ["rewiring/density/body.3"],
+    "GateMonitor": ["gates/open_rate", "gates/open_rate/body.1.gate", "compute/macs"],
 }
 CASES = [(name, key) for name, keys in KEYS.items() for key in keys]
 

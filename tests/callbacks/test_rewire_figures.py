@@ -15,7 +15,7 @@ from typing_extensions import override
 from dg_lightning.callbacks import RigL
 from dg_lightning.rewiring import SparseLayer
 
-KEY = "rewire/density/net.0"
+KEY = "rewiring/density/net.0"
 
 
 def logged_steps(logger: Any) -> list[int]:

@@ -13,7 +13,7 @@ from sparse_nets import Plain, Watch, fit
 
 from dg_lightning.callbacks import RigL
 
-KEY = "rewire/itop/net.0"
+KEY = "rewiring/explored/net.0"
 
 
 @pytest.mark.parametrize("validates", [True, False])
@@ -24,7 +24,7 @@ def test_who_monitors_them_sees_those_of_now(validates: bool, tmp_path: Path) ->
     class Validating(Plain):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             value = self.trainer.callback_metrics[KEY].item()
-            seen.append((value, rigl.connections["net.0"].figures()["itop"]))
+            seen.append((value, rigl.connections["net.0"].figures()["explored"]))
 
     class Monitors(pl.Callback):
         monitor = None if validates else KEY
@@ -32,7 +32,7 @@ def test_who_monitors_them_sees_those_of_now(validates: bool, tmp_path: Path) ->
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if not validates and (trainer.global_step == 1 or trainer.global_step % 4 == 0):
                 value = trainer.callback_metrics[KEY].item()
-                seen.append((value, rigl.connections["net.0"].figures()["itop"]))
+                seen.append((value, rigl.connections["net.0"].figures()["explored"]))
 
     options: Any = {"log_every_n_steps": 4, "logger": CSVLogger(tmp_path)}
     if validates:

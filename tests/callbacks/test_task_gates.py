@@ -80,7 +80,7 @@ def test_connections_move_into_free_capacity_only(sparse: Any, tmp_path: Path) -
     assert_nothing_is_forgotten(answers)
     for layer in callbacks[2].connections.values():
         assert layer.count == int(layer.mask.sum())
-        assert layer.itop > 0.55  # it has moved
+        assert layer.explored_share > 0.55  # it has moved
 
 
 def test_units_of_finished_tasks_are_not_revived(tmp_path: Path) -> None:

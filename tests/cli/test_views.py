@@ -116,7 +116,7 @@ def check_workspace(entity: str, project: str, spec: Any) -> None:
     assert (entity, project) == ("me", "p")
     sections = spec["section"]["panelBankConfig"]["sections"]
     panels = {part["name"]: json.dumps(part["panels"]) for part in sections}
-    assert "gates/open_rate_g/.*" in panels["Open rates by layer"]
+    assert "gates/open_rate/.*" in panels["Open rates by layer"]
     assert "gates/pictures" in panels["Heat maps"]
     assert "compute/macs_share" in panels["Accuracy against compute"]
     assert "val/accuracy" in panels["Accuracy against compute"]

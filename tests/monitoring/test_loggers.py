@@ -39,7 +39,7 @@ KEYS = {
     *(f"gates/open_rate_{kind}/{layer}" for kind in "gp" for layer in LAYERS),
     *(f"gates/churn/{layer}" for layer in LAYERS),
     *("gates/temperature", "gates/threshold", "gates/penalty", "gates/penalty_weight"),
-    *(f"rewire/{key}/net.hidden.0.linear" for key in ("density", "churn", "itop")),
+    *(f"rewiring/{key}/net.hidden.0.linear" for key in ("density", "churn", "explored")),
 }
 
 

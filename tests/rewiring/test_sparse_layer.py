@@ -182,7 +182,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     assert c.figures() == {
         "density": 0.25,
         "churn": 0,
-        "itop": 0.25,
+        "explored": 0.25,
         "dead_inputs": 2,
         "dead_outputs": 1,
     }
@@ -190,7 +190,7 @@ def test_figures_are_those_counted_by_hand() -> None:
     c.change(second, None)
     c.change(first, None)
     figures = c.figures()
-    assert figures["itop"] == pytest.approx(4 / 12)
+    assert figures["explored"] == pytest.approx(4 / 12)
     assert figures["churn"] == pytest.approx(1 / 3)
 
 
@@ -203,7 +203,7 @@ def test_the_explored_share_of_a_large_layer_is_close_to_the_exact_one() -> None
         mask = initial_mask(layer.weight, 0.1, Structure(), generator)
         seen = seen | mask
         c.change(mask, None)
-    assert c.figures()["itop"] == pytest.approx(float(seen.float().mean()), abs=0.01)
+    assert c.figures()["explored"] == pytest.approx(float(seen.float().mean()), abs=0.01)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30))

@@ -103,7 +103,7 @@ def test_it_learns_at_the_budget_and_loads_from_its_checkpoint(
     by_position = record.positions["net.blocks.0.feed_forward.gate"]
     assert [place for place, _ in by_position] == list(range(24))
     mean = sum(share for _, share in by_position) / 24
-    rate = logged["gates/open_rate_g/net.blocks.0.feed_forward.gate"]
+    rate = logged["gates/open_rate/net.blocks.0.feed_forward.gate"]
     assert mean == pytest.approx(float(rate), abs=1e-4)
 
 
