@@ -1,4 +1,4 @@
-"""Train and test modified shipped configs, each in its own process."""
+"""Train and test modified shipped configs, each in a separate process."""
 
 import csv
 import statistics

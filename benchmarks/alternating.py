@@ -1,9 +1,9 @@
-"""Compare variants of training by alternating them in one run, so that noise affects all of them.
+"""Compare training variants by alternating them in one run, so that noise affects all of them.
 
-Machines are noisy: sometimes all steps take a fifth longer, and single steps many times as long.
-So the variants alternate, and each step is divided by the typical baseline step around it. Steps at
-the same position of a cycle (such as between two updates) are reduced to their median before they
-are averaged: regular costs, such as an update, are kept; random outliers are removed.
+Machines are noisy: sometimes all steps take a fifth longer, and single steps many times longer.
+So the variants alternate, and each step is divided by the typical baseline step around it. Steps
+at the same position of a cycle (such as between two updates) are reduced to their median before
+averaging. This keeps regular costs, such as an update, and removes random outliers.
 """
 
 import itertools
@@ -32,14 +32,14 @@ class Repeated:
 
 
 def turns(names: list[str], base: str, cycle: int, stretch: int, rounds: int) -> Iterator[str]:
-    """Yield the variant of every step: each alternates with the base, both at every position.
+    """Yield the variant of every step: each alternates with the base, at every position.
 
     Args:
         names: The variants to compare.
         base: The baseline.
-        cycle: Period, in steps, of work that is not done in every step.
+        cycle: Period, in steps, of work that is not done every step.
         stretch: Consecutive steps of the same variant; must divide the cycle.
-        rounds: Cycles measured per variant, after a first one.
+        rounds: Cycles measured per variant, after a warm-up cycle.
     """
     for _ in range(rounds + 1):
         for name in names:
@@ -53,7 +53,7 @@ class StepTimes:
 
     Args:
         base: The baseline.
-        cycle: Period, in steps, of work that is not done in every step.
+        cycle: Period, in steps, of work that is not done every step.
         stretch: Consecutive steps of the same variant.
         ways: Number of variants compared with the base; the first round of each is discarded.
     """

@@ -1,14 +1,14 @@
-"""A pretrained BERT of chemical reactions: gated, fine-tuned to yields, and made compact.
+"""A pretrained BERT for chemical reactions: gated, fine-tuned on yields, and compacted.
 
     pip download --no-deps rxnfp && unzip rxnfp-*.whl
     python benchmarks/bert_reactions.py --weights rxnfp/models/transformers/bert_pretrained \
         --reactions random_split_0.tsv
 
-The weights (12 layers, 256 wide) are in the PyPI package `rxnfp`; the reactions, Suzuki-Miyaura
-couplings with their yields, in the repository rxn4chemistry/rxn_yields. The same weights are
-fine-tuned twice, dense and with static gates on units and heads that are trained to `--budget` of
-the MACs of linear maps; R² is that of the yields of the last reactions of the file. Then the gated
-model is made compact, saved, loaded into a new one, and compared: outputs, R², time.
+The weights (12 layers, width 256) come from the PyPI package `rxnfp`. The reactions, Suzuki-Miyaura
+couplings with their yields, come from the repository rxn4chemistry/rxn_yields. The same weights are
+fine-tuned twice: dense, and with static gates on units and heads, trained to use `--budget` of the
+MACs of linear layers. R² is measured on the yields of the last reactions in the file. The gated
+model is then compacted, saved, loaded into a new one, and compared in R² and time.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BATCH = 16
 
 
 class Yields(pl.LightningModule):
-    """Predicts yields, of mean 0 and variance 1, with a model of somebody else."""
+    """Predicts standardised yields with a third-party model."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Yields(pl.LightningModule):
         return nn.functional.mse_loss(self(ids, (ids != 0).long()), target)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW, warmed up and annealed."""
+        """Return AdamW with warm-up and annealing."""
         optimizer = torch.optim.AdamW(param_groups(self, 2e-4, 50), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, [g["lr"] for g in optimizer.param_groups], self.steps, pct_start=0.1
@@ -65,7 +65,7 @@ class Yields(pl.LightningModule):
 
 
 def reactions(path: Path, vocabulary: Path) -> tuple[Tensor, Tensor]:
-    """Return the tokens of reactions, and their yields."""
+    """Return the tokens of reactions and their standardised yields."""
     numbers = {word: i for i, word in enumerate(vocabulary.read_text().split("\n"))}
     lines = [line.split("\t") for line in path.read_text().splitlines()[1:]]
     rows, yields = [], []
@@ -81,7 +81,7 @@ def reactions(path: Path, vocabulary: Path) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def score(model: nn.Module, ids: Tensor, target: Tensor) -> tuple[float, float]:
-    """Return R² and the seconds it takes to predict."""
+    """Return R² and the prediction time in seconds."""
     model.eval()
     start = time.perf_counter()
     parts = [model(input_ids=x, attention_mask=(x != 0).long()).logits for x in ids.split(BATCH)]
@@ -112,7 +112,7 @@ def main() -> None:
     def tune(callbacks: list[Any]) -> Any:
         pl.seed_everything(1)
         model = build()
-        # An old file of weights, which Hugging Face reads no more; its norms had other names.
+        # Hugging Face no longer reads this old file, whose norms have different names.
         state = torch.load(given.weights / "pytorch_model.bin", weights_only=True)
         renamed = {
             key.replace("gamma", "weight").replace("beta", "bias"): value
@@ -148,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_compact(small, Path(folder) / "small.safetensors")
         loaded = load_compact(build, Path(folder) / "small.safetensors")
-    table = Table(title=f"{given.samples} reactions to train, {given.tests} to test")
+    table = Table(title=f"{given.samples} training reactions, {given.tests} test reactions")
     for column in ("model", "parameters", "R²", "seconds"):
         table.add_column(column, justify="right")
     test = ids[-given.tests :], target[-given.tests :]
@@ -158,7 +158,7 @@ def main() -> None:
         table.add_row(name, f"{count:,}", f"{quality:.4f}", f"{seconds:.1f}")
     console = Console(width=100)
     console.print(table)
-    console.print(f"{len(small.units)} places made smaller; notes: {small.notes}")
+    console.print(f"{len(small.units)} layers compacted; notes: {small.notes}")
 
 
 if __name__ == "__main__":

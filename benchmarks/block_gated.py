@@ -3,7 +3,7 @@
     python benchmarks/block_gated.py
     python benchmarks/block_gated.py --device cuda
 
-A feed-forward net d-H-d with a linear gate that opens a quarter of the blocks, different ones for
+The net is a feed-forward d-H-d whose linear gate opens a quarter of the blocks, different ones for
 each sample. Gate and routing are included. Dense is two linear layers with a ReLU in between,
 without gates. Variants are measured alternately and compared by their medians.
 
@@ -28,7 +28,7 @@ from dg_lightning.runtime import lay_out_by_unit, skip_closed_blocks
 from dg_lightning.runtime.timing import median_seconds
 
 OPEN = 0.25
-LEAST = 0.05  # seconds per measurement: work is queued as in a real loop
+LEAST = 0.05  # seconds per measurement, so that work is queued as in a real loop
 
 
 class Case(NamedTuple):

@@ -19,7 +19,7 @@ from rich.table import Table
 
 
 def run_with(dataset: str, budget: float | None, seed: int, options: list[str]) -> dict[str, float]:
-    """Train and test with a budget, or the dense baseline if None."""
+    """Train and test with a budget, or the dense baseline if it is None."""
 
     def set_budget(config: dict[str, Any]) -> None:
         if budget is not None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.1])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--option", action="append", default=[], help="passed on to the program")
+    parser.add_argument("--option", action="append", default=[], help="passed to the program")
     arguments = parser.parse_args()
     options = [f"--data.root={arguments.root}", *arguments.option]
     table = Table(title=f"BudgetController, {arguments.seeds} seeds, mean ± standard deviation")

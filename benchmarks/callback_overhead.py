@@ -4,9 +4,9 @@
     python benchmarks/callback_overhead.py --device cuda --hidden 8192 4096 --batch 2048
     python benchmarks/callback_overhead.py --device cuda  # launch-bound: no limit
 
-One training run of a GatedClassifier as in the shipped configs: Lightning's Trainer, a CSV logger
-and checkpoints. Callbacks are switched on and off (see alternating.py) in blocks of steps on a CPU
-and every ten steps on a GPU. Callbacks with periodic checks run them once per block.
+Measures a training run of a GatedClassifier as in the shipped configs, with Lightning's Trainer, a
+CSV logger and checkpoints. Callbacks are switched on and off (see alternating.py) in blocks of
+steps on a CPU and every ten steps on a GPU. Callbacks with periodic checks run them once per block.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def variants(pressing: Any) -> dict[str, list[Any]]:
     """Return the variants to compare; the first has no gate callbacks."""
     schedules = [TemperatureAnnealing(), ThresholdPhases()]
     guards = [CollapseDetector(), ExactResume()]
-    floor = [MinimumActivity(0.05)]
+    floor = [MinimumActivity("5%")]
     return {
         "none": [],
         type(pressing).__name__: [pressing],
@@ -94,7 +94,7 @@ def variants(pressing: Any) -> dict[str, list[Any]]:
 
 
 def measure(gate: Any, pressing: Any, batch: Any, arguments: Any) -> dict[str, float]:
-    """Return the step time of each variant relative to `none`, and in `ms` that of `none`."""
+    """Return step times relative to `none`, and as `ms` the step time of `none`."""
     torch.manual_seed(0)
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": arguments.hidden, "gate": gate}}
     model = GatedClassifier(net, input_shape=[3072], num_classes=10)
@@ -108,7 +108,7 @@ def measure(gate: Any, pressing: Any, batch: Any, arguments: Any) -> dict[str, f
             devices=1,
             max_steps=TOTAL,
             callbacks=[*compared["all"], ModelCheckpoint(folder), switch],
-            # Flush in every block; by default it would be every second one.
+            # Flush in every block. The default would flush in every second one.
             logger=CSVLogger(folder, flush_logs_every_n_steps=BLOCK),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 512])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only-all", action="store_true", help="not one by one")
+    parser.add_argument("--only-all", action="store_true", help="only compare `none` and `all`")
     parser.add_argument("--gates", nargs="+", default=["static", "low-rank"])
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -147,7 +147,7 @@ def main() -> None:
             bar = "1.05" if arguments.device == "cpu" or milliseconds >= 10 else ""
             shape = "-".join(map(str, [3072, *arguments.hidden, 10]))
             title = f"{shape}, {kind} gates, batch {arguments.batch}, {arguments.device}"
-            table = Table(title=f"{title}, {milliseconds:.3f} ms a step")
+            table = Table(title=f"{title}, {milliseconds:.3f} ms per step")
             for column in ("callbacks", "ratio to none", "at most"):
                 table.add_column(column, justify="left" if column == "callbacks" else "right")
             for name, ratio in measured.items():

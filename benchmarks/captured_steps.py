@@ -1,12 +1,12 @@
-"""Captured steps against ordinary ones: milliseconds a step, and memory, on a CUDA device.
+"""Time and memory of captured training steps against eager ones, on a CUDA device.
 
     python benchmarks/captured_steps.py
     python benchmarks/captured_steps.py --mnist --root data
 
-Trainings alternate in one process, each through Lightning's Trainer with a CSV logger. A step is
-the mean over 1,000 steps, after 300; each figure is the median of the rounds. With `--mnist`, an
-epoch through `dg-lightning fit`, validation included: the time of 12 epochs less that of 2, over
-10, each in its own process.
+Training runs alternate in one process, each with Lightning's Trainer and a CSV logger. Step times
+are means over 1,000 steps, after 300 warm-up steps; each figure is the median of the rounds. With
+`--mnist`, measure an epoch of `dg-lightning fit` including validation: the time of 12 epochs minus
+that of 2, divided by 10, each in a separate process.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from dg_lightning.callbacks import (
 )
 
 FIRST, STEPS = 300, 1000
-TOTAL = 10_000  # length of the schedules, as of 60 epochs of CIFAR-10; training ends earlier
+TOTAL = 10_000  # steps of the schedules, like 60 epochs of CIFAR-10; training ends earlier
 STATIC = {"kind": "static"}
 LOW_RANK = {"kind": "dynamic", "network": "low_rank", "rank": 32}
 NETS: dict[str, tuple[list[int], dict[str, Any], float]] = {  # sizes, gates, bar in ms
@@ -48,10 +48,10 @@ NETS: dict[str, tuple[list[int], dict[str, Any], float]] = {  # sizes, gates, ba
 
 
 class Clock(pl.Callback):
-    """Times the steps of a training run between two of them."""
+    """Times the steps of a training run after the warm-up."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look at the clock when the device has finished."""
+        """Read the clock when the device has finished."""
         if trainer.global_step == FIRST:
             torch.cuda.synchronize()
             self.start = time.perf_counter()
@@ -62,11 +62,11 @@ class Clock(pl.Callback):
 
 
 def every_callback() -> list[Any]:
-    """Return the callbacks of a fused training, pressing all the time."""
+    """Return the callbacks of a fused training run, with a penalty from the first step."""
     return [
         BudgetController(0.25, begin=0, until="90%", freeze_at="95%"),
         TemperatureAnnealing(),
-        MinimumActivity(0.05),
+        MinimumActivity("5%"),
         CollapseDetector(),
         GateMonitor(),
         RigL(0.9),
@@ -74,7 +74,7 @@ def every_callback() -> list[Any]:
 
 
 def step_time(sizes: list[int], gate: Any, capture: bool) -> tuple[float, float]:
-    """Return the milliseconds of a step, and the peak of the memory in MiB."""
+    """Return the milliseconds per step and the peak memory in MiB."""
     torch.manual_seed(0)
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": sizes[1:], "gate": gate}}
     adam: Any = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "fused": True}}
@@ -99,9 +99,9 @@ def step_time(sizes: list[int], gate: Any, capture: bool) -> tuple[float, float]
 
 
 def steps(rounds: int) -> Table:
-    """Measure every net, dense and gated, ordinary and captured."""
+    """Measure every net, dense and gated, eager and captured."""
     table = Table(title=f"{torch.cuda.get_device_name()}, batch 256, every callback")
-    for column in ("net", "training", "ms a step", "MiB", "dense over it", "at most (ms)"):
+    for column in ("net", "training", "ms per step", "MiB", "dense over it", "at most (ms)"):
         table.add_column(column, justify="left" if column in ("net", "training") else "right")
     for name, (sizes, gate, bar) in NETS.items():
         kinds = {
@@ -146,7 +146,7 @@ def epochs(root: str, rounds: int) -> Table:
     for _ in range(rounds):
         for way, options in ways.items():
             found[way].append(mnist_epoch(root, options))
-    table = Table("MNIST 784-256-10, static gates", "s an epoch", "ordinary over it (bar: 4)")
+    table = Table("MNIST 784-256-10, static gates", "s per epoch", "ordinary over it (bar: 4)")
     usual = statistics.median(found["ordinary"])
     for way, times in found.items():
         median = statistics.median(times)

@@ -2,7 +2,7 @@
 
     python benchmarks/collapse_rescue.py --root DIR
 
-Prints validation accuracy, executed MACs, and the failure modes that were detected.
+Prints validation accuracy, executed MACs and the detected failure modes.
 """
 
 import argparse

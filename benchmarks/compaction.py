@@ -5,10 +5,10 @@
 
 Without arguments: a 2048-8192-2048 net on a CPU with a quarter of its hidden units open, compact
 against dense. With folders: every `last.ckpt` below them is exported as safetensors, reloaded and
-timed against the `baseline` of its dataset (or itself without gates), on the data of its config if
-available. As in `dg-lightning export`, input-dependent gates that cost more than they save are
-frozen; the net with its gates kept has its own row. Variants are measured alternately and compared
-by their medians.
+timed against the `baseline` of its dataset (or the same net without gates), on the data of its
+config if available. As in `dg-lightning export`, input-dependent gates that cost more than they
+save are frozen; the net that keeps its gates has a separate row. Variants are measured alternately
+and compared by their medians.
 """
 
 import argparse

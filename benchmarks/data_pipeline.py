@@ -3,10 +3,10 @@
     python benchmarks/data_pipeline.py --root data
 
 The ordinary route is a torchvision or torchaudio dataset with transforms that give the same values,
-and a torch `DataLoader` with 0 or 2 workers, whichever is faster. An epoch is all training samples
-in shuffled batches. The first epoch of both routes starts from the files on disk; ours decodes them
-and writes its cache. Routes are measured alternately, each in its own process; peak memory is that
-of the process plus its largest worker.
+and a torch `DataLoader` with 0 or 2 workers, whichever is faster. An epoch covers all training
+samples in shuffled batches. The first epoch of both routes starts from the files on disk; ours
+decodes them and writes its cache. Routes are measured alternately, each in a separate process. Peak
+memory is that of the process plus its largest worker.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def ordinary(name: str, root: str, workers: int) -> Callable[[], Iterable[Any]]:
 
 
 def measure(route: str, name: str, root: str, cache: str, epochs: int) -> dict[str, Any]:
-    """Time epochs of one route; the first starts from the files."""
+    """Time the epochs of a route; the first one starts from the files."""
     for package in ("sklearn.model_selection", "soundfile", "torchaudio", "torchvision"):
         import_module(package)  # do not measure imports
     times, samples = [], 0
@@ -118,13 +118,13 @@ def measure(route: str, name: str, root: str, cache: str, epochs: int) -> dict[s
 
 
 def main() -> None:
-    """Measure the routes alternately, each in its own process, and print the ratios."""
+    """Measure the routes alternately in separate processes, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--datasets", nargs="+", default=list(BARS))
-    parser.add_argument("--measure", nargs=3, help="for itself: route, dataset, cache")
+    parser.add_argument("--measure", nargs=3, help="internal: route, dataset, cache")
     arguments = parser.parse_args()
     if arguments.measure:
         route, name, cache = arguments.measure

@@ -1,9 +1,9 @@
-"""Overhead of gates in training: time of a training step against the dense one, in one run.
+"""Overhead of gates: time of a training step against that of the dense net.
 
     python benchmarks/gate_overhead.py
 
-A step is forward, loss, backward and optimizer. Variants are timed alternately, so that noise
-affects all of them, and compared by their medians.
+A step consists of forward, loss, backward and optimizer. Variants are timed alternately, so that
+noise affects all of them, and compared by their medians.
 """
 
 import argparse
@@ -24,9 +24,9 @@ VARIANTS: dict[str, tuple[Any, float | None]] = {
     "static": ({"kind": "static"}, 1.15),
     "dynamic, low-rank 32": ({"kind": "dynamic", "network": "low_rank", "rank": 32}, 1.35),
     "dynamic, linear": ({"kind": "dynamic", "network": "linear"}, None),
-    "static, top-k 50 %": ({"kind": "static", "policy": "top_k", "k": 0.5}, None),
+    "static, top-k 50 %": ({"kind": "static", "policy": "top_k", "k": "50%"}, None),
     "dynamic, low-rank, top-k 50 %": (
-        {"kind": "dynamic", "network": "low_rank", "policy": "top_k", "k": 0.5},
+        {"kind": "dynamic", "network": "low_rank", "policy": "top_k", "k": "50%"},
         None,
     ),
     "static, bernoulli": ({"kind": "static", "policy": "bernoulli"}, None),

@@ -2,9 +2,9 @@
 
     python benchmarks/grouped_mm.py
 
-A feed-forward d-4d-d of 16,384 tokens, each of which opens a quarter of the blocks. With
-`grouped_mm` the rows of open blocks are gathered, multiplied in groups, and added up by token.
-Routing is done beforehand: only products, gathering and adding are timed.
+A feed-forward d-4d-d processes 16,384 tokens, each of which opens a quarter of the blocks. With
+`grouped_mm`, the rows of open blocks are gathered, multiplied in groups, and added up by token.
+Routing is done beforehand, so that only products, gathering and adding are timed.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TOKENS, OPEN = 16_384, 0.25
 
 
 class GroupedProducts:
-    """A gated feed-forward by grouped products, for a fixed gate."""
+    """A gated feed-forward with grouped products, for a fixed gate."""
 
     def __init__(self, net: FeedForward, gate: Tensor) -> None:
         self.net, self.blocks = net, gate.shape[1]
@@ -48,7 +48,7 @@ class GroupedProducts:
 
 
 def call(run: Callable[[], Tensor], wanted: list[Tensor]) -> None:
-    """Run once, with the gradients of some tensors."""
+    """Run once, and compute the gradients of the wanted tensors."""
     with torch.set_grad_enabled(bool(wanted)):
         out = run()
         if wanted:
@@ -61,7 +61,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     options: Any = {"device": "cuda", "dtype": torch.bfloat16}
-    table = Table(title="times as fast as dense; bfloat16")
+    table = Table(title="Speed-up over dense, bfloat16")
     for column in ("d", "block", "what", "dense ms", "triton", "grouped_mm"):
         table.add_column(column, justify="right")
     for width in (1024, 2048, 4096):

@@ -1,9 +1,9 @@
-"""Kill a training again and again, resume it, and compare its end with that of one left alone.
+"""Kill and resume a training run repeatedly, and compare its end with an uninterrupted run.
 
-A process that has imported everything forks a training, waits for the n-th step, epoch's end or
-checkpoint of it, and sends SIGKILL a random moment later; the next training goes on from the
+A process that has imported everything forks a training run, waits for its n-th step, end of an
+epoch or checkpoint, and sends SIGKILL a random moment later. The next process resumes from the
 newest checkpoint. Weights, masks, optimizer state, the state of every callback and all random
-generators must end as they do without a kill.
+generators must end up as they do without kills.
 
     python benchmarks/kills.py [--kills 100]
 """
@@ -39,7 +39,7 @@ EVENTS = {"step": b"s", "epoch's end": b"e", "checkpoint": b"c"}
 
 
 class Net(pl.LightningModule):
-    """Gates of both kinds, one of them drawn, and dropout."""
+    """A net with static and dynamic gates, a stochastic policy and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(pl.LightningModule):
 
 
 class Tell(pl.Callback):
-    """Tells the process that kills what happens."""
+    """Reports events to the process that kills the run."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe = pipe
@@ -89,8 +89,8 @@ def data(kind: str) -> Any:
 def train(kind: str, folder: Path, pipe: int) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
-    # An ordinary loader can go on at the end of an epoch only, ours anywhere. Not with an epoch's
-    # last batch, of which there are 21: Lightning 2.6 counts epochs wrong when resumed there twice.
+    # An ordinary loader can resume only at the end of an epoch, ours at any step. Avoid the last of
+    # the 21 batches, because Lightning 2.6 miscounts epochs when resumed there twice.
     when: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
     if kind == "our DataModule":
         when = {"every_n_train_steps": 10}
@@ -108,7 +108,7 @@ def train(kind: str, folder: Path, pipe: int) -> None:
             BudgetController(0.6),
             RigL(0.5, every_n_steps=5, layers=["*linear"]),
             TemperatureAnnealing(),
-            MinimumActivity(0.05),
+            MinimumActivity("5%"),
             CollapseDetector("rescue"),
             ExactResume(),
             Tell(pipe),
@@ -121,7 +121,7 @@ def train(kind: str, folder: Path, pipe: int) -> None:
 
 
 def fork(kind: str, folder: Path) -> tuple[int, int]:
-    """Start a training in a process of its own; return its number, and a pipe that it tells."""
+    """Start a training run in a child process; return its ID and a pipe with its events."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -139,7 +139,7 @@ def fork(kind: str, folder: Path) -> tuple[int, int]:
 
 
 def live(kind: str, folder: Path, chance: random.Random | None) -> str:
-    """Let a training live until its end, or kill it; return what it was killed in."""
+    """Let a training run finish, or kill it; return the event after which it was killed."""
     child, pipe = fork(kind, folder)
     event = "end" if chance is None else chance.choice(list(EVENTS))
     left = 0 if chance is None else chance.randint(1, 12 if event == "step" else 2)
@@ -205,7 +205,7 @@ def main() -> None:
                     wrong += 1
                     print(f"{kind}: different in {', '.join(found[:5])}", flush=True)
         total = sum(killed.values())
-        print(f"{kind}: {total} kills ({killed}) in {trainings} trainings, {wrong} ended otherwise")
+        print(f"{kind}: {total} kills ({killed}) in {trainings} runs, {wrong} ended differently")
 
 
 if __name__ == "__main__":

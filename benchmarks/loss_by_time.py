@@ -1,10 +1,10 @@
-"""What a dense and a gated language model learn in the same time.
+"""Validation loss of a dense and a gated language model against training time.
 
     python benchmarks/loss_by_time.py --device cuda --width 2048 --minutes 4 --output DIR
 
-Both learn in turns on one machine, and skip closed blocks in the fastest way. A quarter of the
-blocks is open in the second half of the time; they close in the first. Losses are drawn against the
-time that each has taken, without validation.
+Both train alternately on one machine; the gated model skips closed blocks with the fastest engine.
+Its blocks close in the first half of the time, and a quarter is open in the second half. Losses are
+plotted against the training time of each model, without validation.
 """
 
 import argparse
@@ -30,12 +30,12 @@ TURN = 20  # steps
 
 
 class Learner:
-    """A language model that learns by itself, and knows how long it has taken.
+    """A language model with a training loop that measures its time.
 
     Args:
         net: The model.
         data: Windows of text.
-        seconds: How long it may learn; gates close in the first half.
+        seconds: Training time; gates close in its first half.
     """
 
     def __init__(self, net: GPT, data: TextDataModule, seconds: float) -> None:
@@ -55,12 +55,12 @@ class Learner:
 
     def loss(self, batch: Any) -> Tensor:
         x, y = (tensor.to(self.device) for tensor in batch)
-        # A CPU would be slower in bfloat16.
+        # bfloat16 would be slower on a CPU.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=x.is_cuda):
             return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
 
     def learn(self, steps: int) -> None:
-        """Take some steps, and look how good the model is afterwards."""
+        """Train for some steps, then record the validation loss."""
         self.net.train()
         self._wait()
         start = time.perf_counter()
@@ -87,7 +87,7 @@ class Learner:
 
 
 def train(width: int, depth: int, minutes: float, output: Path, device: str) -> None:
-    """Let a dense and a gated model learn in turns; save their curves and a picture."""
+    """Train a dense and a gated model alternately; save their curves and a plot."""
     tokens = 1024 if device == "cuda" else 64
     data = TextDataModule(16, context=tokens, packages=device == "cuda", eval_windows=64)
     data.prepare_data()
@@ -116,13 +116,13 @@ def train(width: int, depth: int, minutes: float, output: Path, device: str) -> 
 
 
 def draw(curves: dict[str, list[tuple[float, int, float]]], width: int, output: Path) -> None:
-    """Draw losses against time."""
+    """Plot losses against time."""
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6, 4))
     for name, curve in curves.items():
         axis.plot([point[0] for point in curve], [point[2] for point in curve], ".-", label=name)
-    axis.set(title=f"d = {width}", xlabel="seconds of training", ylabel="nats a byte, validation")
+    axis.set(title=f"d = {width}", xlabel="seconds of training", ylabel="nats per byte, validation")
     axis.legend()
     figure.tight_layout()
     figure.savefig(output / "curves.png", dpi=120)

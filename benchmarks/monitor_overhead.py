@@ -3,9 +3,9 @@
     python benchmarks/monitor_overhead.py
     python benchmarks/monitor_overhead.py --device cuda
 
-First a training step, as in callback_overhead.py. Then whole epochs of the size of MNIST, including
-validation, alternating ten with and ten without: with a CSV logger (scalars and files), and with
-TensorBoard (also figures, every ten epochs).
+First, a training step as in callback_overhead.py. Then, whole epochs of the size of MNIST including
+validation, alternating ten with the monitor and ten without. These use a CSV logger (scalars and
+files), then TensorBoard (also figures, every ten epochs).
 """
 
 import argparse
@@ -93,7 +93,7 @@ def quiet(folder: str, logger: Any, device: str, **arguments: Any) -> pl.Trainer
 
 
 def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> float:
-    """Return the ratio of a step with the monitor to one without."""
+    """Return the time of a step with the monitor, relative to one without."""
     batch: tuple[Tensor, Tensor] = (
         torch.randn(256, 3072, device=device),
         torch.randint(10, (256,), device=device),
@@ -111,7 +111,7 @@ def step_ratio(gate: Any, device: str, rounds: int, monitor: GateMonitor) -> flo
 
 
 def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[float, float]:
-    """Return the seconds of an epoch without the monitor, and the ratio with it to that."""
+    """Return the seconds of an epoch without the monitor, and the ratio with it."""
     monitor = GateMonitor()
     switch = EpochSwitch(monitor)
     train, val = (Batches(samples, 784, device) for samples in SIZES)
@@ -123,7 +123,7 @@ def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[fl
         trainer = quiet(folder, logger, device, callbacks=callbacks, max_epochs=epochs)
         trainer.fit(model_of(gate, 784, [256]), train, val)
     off, on = switch.seconds[False][EPOCHS:], switch.seconds[True]
-    # Sum within groups, because one epoch per group has figures; median over groups.
+    # Sum within groups, because one epoch per group draws figures. Then take medians.
     sums = [
         [sum(times[start : start + EPOCHS]) for start in range(0, len(times), EPOCHS)]
         for times in (off, on)
@@ -135,8 +135,8 @@ def epoch_ratio(gate: Any, device: str, rounds: int, pictures: bool) -> tuple[fl
 def main() -> None:
     """Print each ratio as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="Of blocks of steps.")
-    parser.add_argument("--epoch-rounds", type=int, default=3, help="Of groups of epochs.")
+    parser.add_argument("--rounds", type=int, default=15, help="Number of blocks of steps.")
+    parser.add_argument("--epoch-rounds", type=int, default=3, help="Number of groups of epochs.")
     parser.add_argument("--loggers", nargs="*", default=["csv", "tensorboard"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gates", nargs="+", default=list(GATES))

@@ -13,7 +13,7 @@ from dg_lightning.layers.mlp import GatedMLP
 
 @torch.inference_mode()
 def predicted_speed_up(net: GatedMLP, x: Tensor) -> float:
-    """Return the ratio of dense MACs to the MACs that a batch executes, gates included."""
+    """Return the ratio of dense MACs to executed MACs of a batch, gates included."""
     net(x)
     maps = linear_maps(net)
     needed = sum(float(executed_macs(m).double().mean()) for m in maps)
@@ -56,7 +56,7 @@ def random_net(
                 first = gate.network[0]
                 first.weight.normal_(std=first.in_features**-0.5)
                 logits = gate.logits(h)
-                # Logits above this quantile of normal inputs are open.
+                # Open the logits above this quantile for normal inputs.
                 first.bias -= torch.quantile(logits.float().flatten()[:100_000], 1 - open_rate)
             else:
                 count = max(round(open_rate * gate.blocks), 1)

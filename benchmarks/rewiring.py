@@ -1,4 +1,4 @@
-"""Cost of RigL: a training step against the dense one, one large update, and memory.
+"""Cost of RigL: time of a training step, time of a large update, and memory.
 
     python benchmarks/rewiring.py
     python benchmarks/rewiring.py --device cuda --hidden 8192 4096 --batch 2048
@@ -7,7 +7,7 @@
 Step: one training run of 3072-1024-512-10 with Lightning's Trainer, in which RigL with its default
 interval is switched on and off (see alternating.py), for whole intervals on a CPU and every ten
 steps on a GPU, so that every second interval ends with an update. Update: a layer of 10,000 x
-10,000 weights with Adam. Memory: what is kept on the device of the weights between updates.
+10,000 weights with Adam. Memory: bytes kept on the device of the weights between updates.
 """
 
 import argparse
@@ -55,9 +55,9 @@ class Switch(pl.Callback):
         trainer.should_stop = self.now is None
         trainer.callbacks = [self.rigl, self] if self.now == "RigL" else [self]  # type: ignore[attr-defined]
         if self.now == "dense":
-            self.rigl.teardown(trainer, pl_module, "fit")  # its hook on the optimizer too
+            self.rigl.teardown(trainer, pl_module, "fit")  # also removes its optimizer hook
         for c in self.rigl.connections.values():
-            # Zero what grew in the dense steps: zeros can affect the time on a CPU, not on a GPU.
+            # Zero the weights that grew in dense steps, because zeros affect the time on a CPU.
             if self.stretch == INTERVAL and self.now == "RigL" and before == "dense":
                 c.clean(trainer.optimizers[0])
             if trainer.global_step % INTERVAL == 0:  # do not catch up on missed updates
@@ -66,11 +66,11 @@ class Switch(pl.Callback):
 
 
 def step(arguments: argparse.Namespace) -> tuple[float, float]:
-    """Return the seconds of a dense step, and the ratio of a step with RigL to it."""
+    """Return the seconds of a dense step, and the relative time of a step with RigL."""
     torch.manual_seed(0)
     net: Any = {"class_path": "GatedMLP", "init_args": {"hidden": arguments.hidden}}
-    # Fused, because plain Adam takes square roots of zeros, which are 20 times slower than those of
-    # other numbers in Intel's library.
+    # Fused, because plain Adam takes square roots of zeros, which are 20 times slower than other
+    # square roots in Intel's library.
     adam: Any = {"class_path": "torch.optim.AdamW", "init_args": {"fused": not arguments.plain}}
     model = GatedClassifier(net, input_shape=[3072], num_classes=10, optimizer=adam)
     batch = (
@@ -130,13 +130,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 512])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--side", type=int, help="of the large layer; 10,000 on a GPU, else 2,000")
-    parser.add_argument("--plain", action="store_true", help="AdamW that is not fused")
+    parser.add_argument(
+        "--side", type=int, help="side of the large layer; 10,000 on a GPU, else 2,000"
+    )
+    parser.add_argument("--plain", action="store_true", help="use AdamW without fusion")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # As in our program. A net that has memorised its one batch has gradients close to 0, whose
-    # squares are denormal and slow on x86; RigL has ten times fewer of them.
+    # As in the program. A net that has memorised its batch has gradients close to 0, whose squares
+    # are denormal and slow on x86. RigL has ten times fewer of them.
     torch.set_flush_denormal(True)
     side = arguments.side or (10_000 if arguments.device == "cuda" else 2_000)
     dense, ratio = step(arguments)
@@ -148,7 +150,7 @@ def main() -> None:
     bar = "1.05" if arguments.device == "cpu" else "1.02" if dense >= 0.01 else ""
     table.add_row("step with RigL, ratio", f"{ratio:.3f}", bar)
     table.add_row(f"update of {side**2:,} weights, ms", f"{seconds * 1e3:.1f}", "")
-    table.add_row("bytes a weight between updates", f"{taken:.4f}", "")
+    table.add_row("bytes per weight between updates", f"{taken:.4f}", "")
     Console().print(table)
 
 

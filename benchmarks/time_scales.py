@@ -1,4 +1,4 @@
-"""Draw how fast gates move against how often connections do, from the tables of two studies.
+"""Draw accuracy by learning speed of gates and rewiring interval, from study tables.
 
 dg-lightning study --config studies/time_scales_pbmc3k --output runs/time_scales_pbmc3k
 dg-lightning study --config studies/time_scales_cifar10 --output runs/time_scales_cifar10
@@ -31,7 +31,7 @@ def accuracies(table: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Draw a map for each table, and print the orders."""
+    """Draw a heat map for each table, and print the accuracy of each order."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=Path("time_scales.png"))

@@ -1,14 +1,14 @@
-"""Duration of an MNIST epoch: the whole program against hand-written training loops.
+"""Duration of an MNIST epoch: the complete program against hand-written training loops.
 
     python benchmarks/training_time.py --root data
 
 Ours is `dg-lightning fit --config mnist/dynamicgate --model.optimizer.fused=true` with all gate
-callbacks active from the first step, a CSV logger and checkpoints (written after an epoch, not
-timed): the first epochs of the config's schedule, in this process. The usual loop is a torchvision
-dataset with per-sample transforms, a DataLoader (0 or 2 workers, whichever is faster), the same
-gated net, and a penalty on mean p. The raw loop indexes image tensors, never synchronises on a
-value, and uses a fused optimizer. All use 54,000 images in batches of 128. Epochs are timed
-alternately without validation, and the medians of the ratios are compared.
+callbacks active from the first step, a CSV logger, and checkpoints that are written after an epoch
+and not timed. It runs the first epochs of the config's schedule in this process. The usual loop is
+a torchvision dataset with per-sample transforms, a DataLoader (0 or 2 workers, whichever is
+faster), the same gated net, and a penalty on mean p. The raw loop indexes image tensors, never
+synchronises on a value, and uses a fused optimizer. All use 54,000 images in batches of 128. Epochs
+are timed alternately without validation, and the medians of the ratios are compared.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def usual_loader(root: str, samples: int, workers: int) -> DataLoader[tuple[Tens
 
 def epochs(root: str, rounds: int) -> Iterator[tuple[str, list[float]]]:
     """Run all loops alternately; yield the seconds of each."""
-    data = MNISTDataModule(root=root, batch_size=60_000)  # all at once
+    data = MNISTDataModule(root=root, batch_size=60_000)  # all images in one batch
     data.prepare_data()
     data.setup("fit")
     images, labels = next(iter(data.train_dataloader()))
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--root", default="data")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
-    # As the program does at startup; threads that already exist would not inherit it.
+    # Set here, as the program does at startup, because existing threads do not inherit it.
     torch.set_flush_denormal(True)
     # The first epoch includes one-time costs.
     taken = {name: times[1:] for name, times in epochs(arguments.root, arguments.rounds)}

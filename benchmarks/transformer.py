@@ -1,16 +1,16 @@
-"""Token-wise gates in a Transformer: how much faster than dense.
+"""Speed-up of token-wise gates in a Transformer over the dense model.
 
     python benchmarks/transformer.py feed_forward --device cuda
     python benchmarks/transformer.py block --device cuda
     python benchmarks/transformer.py generate
 
-A quarter of the blocks is open, different ones for each token; gates scale, and deciding is
-included. Dense is the same module without gates. `feed_forward` and `block` measure forward passes
-and training steps (forward and backward, for inputs and all parameters), launched by the host and
-as CUDA graphs, in bfloat16 on a GPU. `generate` draws text, one token at a time; `--block` names
-the units that share a gate there, a quarter of the width otherwise. Variants are measured in turns
-and compared by their medians. What is learned in the same time is measured by
-`benchmarks/loss_by_time.py`.
+A quarter of the blocks is open, different ones for each token. Gates scale their units, and gating
+costs are included. Dense is the same module without gates. `feed_forward` and `block` measure
+forward passes and training steps (forward and backward, for inputs and all parameters), launched by
+the host and as CUDA graphs, in bfloat16 on a GPU. `generate` samples text, one token at a time.
+There, `--block` sets the number of units that share a gate, by default a quarter of the width.
+Variants are measured alternately and compared by their medians. `benchmarks/loss_by_time.py`
+compares the losses after equal training time.
 """
 
 import argparse
@@ -33,18 +33,18 @@ SIZES = {  # tokens, width, block size
     "cuda": [(32768, 1024, 256), (16384, 2048, 512), (8192, 4096, 1024)],
     "cpu": [(1024, 256, 64)],
 }
-CONTEXT = 1024  # tokens of a sequence
-LEAST = 0.05  # seconds per measurement: work is queued as in a real loop
+CONTEXT = 1024  # tokens per sequence
+LEAST = 0.05  # seconds per measurement, so that work is queued as in a real loop
 
 
 def gate_of(block: int) -> Any:
-    """Return the settings of gates."""
+    """Return gate settings for a block size."""
     return {"kind": "dynamic", "block_size": block, "scale": "probability", "initial_spread": 1.0}
 
 
 @torch.no_grad()
 def open_exactly(model: nn.Module, x: Tensor, share: float = OPEN) -> None:
-    """Shift the gates of a model, one after another, until a batch opens a share of the blocks."""
+    """Shift the gates of a model one by one until a batch opens a share of the blocks."""
     for gate in gate_layers(model).values():
         model(x)
         assert gate.probability is not None
@@ -53,13 +53,13 @@ def open_exactly(model: nn.Module, x: Tensor, share: float = OPEN) -> None:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Record a function as a CUDA graph, on the stream of now."""
+    """Record a function as a CUDA graph on the current stream."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         run()
 
-    def replay(keeps: object = run) -> None:  # the tensors that were recorded
+    def replay(keeps: object = run) -> None:  # keeps the recorded tensors alive
         graph.replay()
 
     return replay
@@ -76,7 +76,7 @@ def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def training(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    """Return a training step without an optimizer."""
+    """Return a training step without optimizer."""
     inputs = x.detach().clone().requires_grad_()
     gradient = torch.randn_like(inputs)
 
@@ -92,7 +92,7 @@ def compare(make: Callable[[bool, int, int], nn.Module], what: str, device: str)
     """Print how much faster gated modules are than dense ones."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     engines = ["blocks", "triton", "auto"] if device == "cuda" else ["blocks", "auto"]
-    table = Table(title=f"{what}, {OPEN:.0%} of the blocks open, times as fast as dense")
+    table = Table(title=f"{what}, {OPEN:.0%} of the blocks open, speed-up over dense")
     for column in ("tokens", "d", "block", "what", "dense ms", *engines, "auto / best"):
         table.add_column(column, justify="right")
     for tokens, width, block in SIZES[device]:
@@ -108,10 +108,10 @@ def compare(make: Callable[[bool, int, int], nn.Module], what: str, device: str)
                 runs = {"dense": wrap(step(dense, x))}
                 for engine in engines:
                     if kind == "captured" and engine == "blocks":
-                        continue  # it asks the device how many tokens open a block
+                        continue  # reads token counts from the device
                     skip_closed_blocks(gated, engine)  # type: ignore[arg-type]
                     one = step(gated, x)
-                    one()  # measures, if it has to choose
+                    one()  # `auto` may measure engines first
                     if kind == "captured":
                         runs[engine] = wrap(one)
                     else:
@@ -128,7 +128,7 @@ def compare(make: Callable[[bool, int, int], nn.Module], what: str, device: str)
 
 
 def with_engine(model: nn.Module, run: Callable[[], object]) -> Callable[[], object]:
-    """Return a run with the engine of now, also if others are used in between."""
+    """Return a run that always uses the current engine."""
     layers = [layer for layer in model.modules() if isinstance(layer, GatedFeedForward)]
     skips = [layer.skip for layer in layers]
 
@@ -141,18 +141,18 @@ def with_engine(model: nn.Module, run: Callable[[], object]) -> Callable[[], obj
 
 
 def feed_forward(gated: bool, width: int, block: int) -> nn.Module:
-    """Make a feed-forward."""
+    """Build a feed-forward, gated or dense."""
     return GatedFeedForward(width, 4 * width, gate=gate_of(block) if gated else None)
 
 
 def whole_block(gated: bool, width: int, block: int) -> nn.Module:
-    """Make attention and feed-forward."""
+    """Build attention and feed-forward, gated or dense."""
     heads = max(width // 128, 1)
     return Block(width, heads, feed_forward(gated, width, block), causal=True)
 
 
 def generate(width: int, block: int, depth: int, length: int, rounds: int) -> None:
-    """Print how many tokens a second are drawn on a CPU, dense and gated."""
+    """Print tokens per second on a CPU, dense and gated."""
     torch.manual_seed(0)
     options: Any = {"width": width, "depth": depth, "heads": width // 64}
     dense = GPT([512], 256, **options).eval()
@@ -167,7 +167,7 @@ def generate(width: int, block: int, depth: int, length: int, rounds: int) -> No
     taken = median_seconds(runs, torch.device("cpu"), rounds, 0.0)
     speeds = {name: length / seconds for name, seconds in taken.items()}
     print(f"d = {width}, {depth} blocks, batch 1, {torch.get_num_threads()} threads:")
-    print(", ".join(f"{name} {speed:.1f} tokens a second" for name, speed in speeds.items()))
+    print(", ".join(f"{name} {speed:.1f} tokens per second" for name, speed in speeds.items()))
     print(f"gated is {speeds['gated'] / speeds['dense']:.2f} times as fast")
 
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    # One stream for everything: gradients that have met another cannot be captured.
+    # Use one stream, because gradients from another stream cannot be captured.
     stream = torch.cuda.Stream() if given.device == "cuda" else None
     if given.what == "feed_forward":
         with torch.cuda.stream(stream):

@@ -1,14 +1,14 @@
-"""A Vision Transformer at half of its MACs: gates against Torch-Pruning, accuracy and speed.
+"""Accuracy and speed of a Vision Transformer at half its MACs: gates against Torch-Pruning.
 
     dg-lightning study --config studies/vit --output vit
     python benchmarks/vit_cifar10.py prune --root data --seed 52 --output pruned/52
     python benchmarks/vit_cifar10.py speed --gated vit/runs/.../last.ckpt --pruned pruned/52/net.pt
 
-`prune` trains the dense net for 40 epochs, lets Torch-Pruning (pip install torch-pruning) take out
-heads, units and width by the Taylor criterion until `--macs` of the dense MACs are left, and trains
-the smaller net for 20 more: as many epochs as the gated net has. `speed` times a batch of 64,
-alternating dense, compact and pruned nets, on a GPU as CUDA graphs; MACs are those of torch's
-FlopCounterMode, attention included.
+`prune` trains the dense net for 40 epochs. Torch-Pruning (pip install torch-pruning) then removes
+heads, units and width by the Taylor criterion until `--macs` of the dense MACs are left, and the
+smaller net is trained for 20 more epochs, in total as many as the gated net. `speed` times a batch
+of 64, alternating dense, compact and pruned nets, on a GPU as CUDA graphs. MACs are counted by
+torch's FlopCounterMode, attention included.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def classifier(epochs: int, lr: float) -> GatedClassifier:
 
 
 def train(module: GatedClassifier, data: CIFAR10DataModule, epochs: int, output: Path) -> float:
-    """Train a module, and return its test accuracy."""
+    """Train a module and return its test accuracy."""
     trainer = pl.Trainer(
         max_epochs=epochs,
         precision="bf16-mixed",
@@ -70,7 +70,7 @@ def train(module: GatedClassifier, data: CIFAR10DataModule, epochs: int, output:
 
 
 def pruned(net: Any, batch: tuple[Tensor, Tensor], ratio: float) -> Any:
-    """Return a copy of a net from which Torch-Pruning has taken a share of everything."""
+    """Return a copy of a net, pruned evenly with Torch-Pruning."""
     import torch_pruning as tp  # type: ignore[import-not-found]
 
     net = copy.deepcopy(net)
@@ -94,7 +94,7 @@ def pruned(net: Any, batch: tuple[Tensor, Tensor], ratio: float) -> Any:
 
 
 def prune(root: str, seed: int, share: float, output: Path, epochs: tuple[int, int]) -> None:
-    """Train, prune, and train on."""
+    """Train, prune, and fine-tune."""
     pl.seed_everything(seed)
     data = CIFAR10DataModule(root=root, batch_size=256)
     module = classifier(epochs[0], 1e-3)
@@ -104,7 +104,7 @@ def prune(root: str, seed: int, share: float, output: Path, epochs: tuple[int, i
     x, target = next(iter(data.train_dataloader()))
     batch = x.to(device), target.to(device)
     low, high = STEPS
-    for _ in range(12):  # the smallest ratio that meets the budget
+    for _ in range(12):  # bisect for the smallest ratio that meets the budget
         middle = (low + high) / 2
         if macs(pruned(module.net, batch, middle)) <= share * dense:
             high = middle
@@ -147,7 +147,7 @@ def speed(gated: Path, pruned_net: Path | None, device: str, dtype: torch.dtype)
         name: partial(net.eval().to(device, dtype), x) for name, net in nets.items()
     }
     with torch.inference_mode():
-        if device == "cuda":  # otherwise most of the time is launching kernels
+        if device == "cuda":  # otherwise launching kernels takes most of the time
             runs = {name: recorded(run) for name, run in runs.items()}
         seconds = median_seconds(runs, torch.device(device), 9)
     for name in nets:
@@ -158,7 +158,7 @@ def speed(gated: Path, pruned_net: Path | None, device: str, dtype: torch.dtype)
 
 
 def recorded(run: Callable[[], Tensor]) -> Callable[[], None]:
-    """Return the replay of a CUDA graph."""
+    """Record a CUDA graph and return its replay."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Independent Lightning callbacks, for our module and for anybody's."""
+"""Lightning callbacks that work with any LightningModule."""
 
 from .adapt import Adapt
 from .add_gates import AddGates

@@ -1,4 +1,4 @@
-"""Adds a penalty on gates to the loss that Lightning is about to differentiate."""
+"""Add a penalty on gates to the loss, right before the backward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
@@ -21,21 +21,21 @@ from ._shared import check_single_penalty, check_step_counting, mean_over_ranks
 
 @dataclass
 class _Batch:
-    """What has happened to the p (or g) that gates recorded in one batch."""
+    """Tracks the p (or g) that gates record within one batch."""
 
     before: list[Tensor | None] = field(default_factory=list)  # recorded before the batch
-    current: set[Tensor] = field(default_factory=set)  # in the rates computed last
-    added: set[Tensor] = field(default_factory=set)  # their penalty is part of a loss
-    penalized: set[Tensor] = field(default_factory=set)  # that loss was differentiated
+    current: set[Tensor] = field(default_factory=set)  # used by the latest rates
+    added: set[Tensor] = field(default_factory=set)  # their penalty was added to a loss
+    penalized: set[Tensor] = field(default_factory=set)  # backward has run through that loss
 
 
 class PenaltyTerm:
-    """Computes the rates of gates and adds a penalty on them to a loss, once per forward pass.
+    """Adds a penalty on gate rates to a loss, once per forward pass.
 
     Args:
         gates: The gates by name.
         rate: Whether rates are means of p or of g.
-        unit_costs: Costs of the blocks of a gate, by name; its rate is then a weighted mean.
+        unit_costs: Costs of a gate's blocks by gate name, which weight the mean over its blocks.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class PenaltyTerm:
             name: DeviceScalars([cost / sum(costs) for cost in costs])
             for name, costs in (unit_costs or {}).items()
         }
-        self.factors = DeviceScalars()  # on the gradient of each gate
-        self.usage: Tensor | None = None  # that was penalised last
+        self.factors = DeviceScalars()  # multiply the gradient of each gate
+        self.usage: Tensor | None = None  # usage that was penalised last
         self.in_backward = False  # whether Lightning is differentiating a loss
         self._handles: list[Any] = []
         self._batch = _Batch()
 
     @torch.no_grad()
     def record_usage(self, usage: Tensor) -> None:
-        """Keep the usage of a pass, in place, to be logged when the batch ends."""
+        """Store the usage of a pass in place, to log it when the batch ends."""
         if self.usage is None or self.usage.device != usage.device:
             self.usage = usage.detach().clone()
         else:
             self.usage.copy_(usage)
 
     def prepare(self, trainer: Any) -> bool:
-        """Set the factors of gates; return whether one of them is not 1."""
+        """Set the gradient factors and return whether any of them is not 1."""
         factors = [shared.factor for shared in self.shared(trainer)]
         self.factors.set(factors)
         return any(factor != 1 for factor in factors)
 
     def shared(self, trainer: Any) -> list[SharedState]:
-        """Return what callbacks share about each gate."""
+        """Return the state of each gate that callbacks share."""
         return [shared_state(trainer, gate) for gate in self.gates.values()]
 
     def rates(
@@ -83,18 +83,18 @@ class PenaltyTerm:
         over_ranks: bool = True,
         required: bool = True,
     ) -> Tensor | None:
-        """Return the rate of each gate, differentiable for the forward passes of this loss.
+        """Return the rate of each gate, with a gradient for this loss's forward passes.
 
-        Each gate's gradient is multiplied by its factor (`SharedState.factor`). None if every
-        forward pass has had its penalty.
+        Each gate's gradient is multiplied by its `SharedState.factor`. Return None if every forward
+        pass has already been penalised.
 
         Args:
             trainer: The Trainer.
             pl_module: Its module.
             loss: The loss, as `on_before_backward` gets it.
-            over_ranks: Whether to average over processes. Gradients stay local, because DDP
+            over_ranks: Whether to average over processes. Gradients stay local because DDP
                 averages them.
-            required: Whether to raise if a gate has run without a graph.
+            required: Whether to raise if a gate ran without a graph.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -102,12 +102,12 @@ class PenaltyTerm:
             )
         values = self._values()
         fresh = {v for v in values if v is not None and v.requires_grad} - self._batch.penalized
-        # A gate that has not run in this batch, as in stochastic depth, gets no penalty.
+        # Gates that did not run in this batch, as in stochastic depth, get no penalty.
         blind: list[str] = []
         if required and pl_module.automatic_optimization:
             blind = self._without_graph(values)
         if fresh and not pl_module.automatic_optimization:
-            # With several losses, a gate is penalised with the one that depends on it.
+            # With several losses, penalise each gate in the loss that depends on it.
             nodes = _graph_of(loss)
             for value, gate in zip(values, self.gates.values(), strict=True):
                 made = (v.grad_fn for v in (gate.probability, gate.gate) if v is not None)
@@ -119,17 +119,17 @@ class PenaltyTerm:
         rates = torch.stack(each).to(loss.device)
         if self.prepare(trainer):
             rates = scale_gradient(rates, self.factors.on(rates))
-        if over_ranks and trainer.world_size > 1:  # also where no gate has run on this rank
+        if over_ranks and trainer.world_size > 1:  # collective, so also if no gate ran on this rank
             here = torch.cat([rates.detach(), rates.new_tensor([float(bool(blind))])])
             mean = mean_over_ranks(trainer, here)
             rates = rates + (mean - here)[:-1]
             if mean[-1] > 0 and not blind:
-                blind = ["a gate of another process"]  # all must stop
+                blind = ["a gate of another process"]  # all ranks must raise
         if blind:
             raise RuntimeError(
-                f"The penalty cannot act on {', '.join(blind)}: there is no graph behind the last "
-                "forward pass. Run passes under no_grad before the one of the loss, checkpoint "
-                "activations with use_reentrant=False, or name other gates with `layers`."
+                f"The penalty cannot act on {', '.join(blind)}: the last forward pass recorded no "
+                "graph. Run no_grad passes before the forward pass of the loss, set "
+                "use_reentrant=False for activation checkpointing, or choose other `layers`."
             )
         return rates if fresh else None
 
@@ -140,11 +140,11 @@ class PenaltyTerm:
         return torch.stack([self._rate(name, value) for name, value in values])
 
     def _values(self) -> list[Tensor | None]:
-        """Return what each gate has recorded last: its p or g."""
+        """Return the p or g that each gate recorded last."""
         return [g.probability if self.rate == "p" else g.gate for g in self.gates.values()]
 
     def _without_graph(self, values: list[Tensor | None]) -> list[str]:
-        """Name the gates that can be trained and have run in this batch, but not with a graph."""
+        """Return the names of trainable gates that ran in this batch without a graph."""
         found = []
         known = self._batch.before or [None] * len(values)
         for (name, gate), value, old in zip(self.gates.items(), values, known, strict=True):
@@ -160,36 +160,36 @@ class PenaltyTerm:
         return mean_rate(value, None if costs is None else costs.on(value))
 
     def add(self, trainer: Any, pl_module: pl.LightningModule, loss: Tensor, term: Tensor) -> None:
-        """Add a penalty on `rates` to a loss in place; the value of the loss does not change."""
+        """Add the gradient of a penalty to a loss in place, without changing its value."""
         if pl_module.automatic_optimization:
             term = term / trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:  # the loss is scaled already
+        if scaler is not None:  # the loss is already scaled
             term = scaler.scale(term)
         zero = term - term.detach()
         zero.register_hook(partial(self._pass_once, self._batch.current))
         self._batch.added |= self._batch.current
         try:
-            # The loss keeps its value, which its last operation may have saved for backward.
+            # The last operation may have saved the loss for backward. Its value stays valid.
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         except RuntimeError as error:
             if "view" not in str(error):
                 raise
             raise ValueError(
-                "A penalty on gates cannot be added to a loss that is one of several views of a "
+                "A penalty cannot be added in place to a loss that is one of several views of a "
                 "tensor, as in a loop over its entries: call backward on `loss.clone()`."
             ) from error
 
     def _pass_once(self, values: set[Tensor], gradient: Tensor) -> Tensor:
-        """Pass the gradient of a penalty once, even if its loss is differentiated repeatedly."""
+        """Pass the penalty's gradient once, even if backward runs repeatedly."""
         if values <= self._batch.penalized:
             return torch.zeros_like(gradient)
         self._batch.penalized |= values
         return gradient
 
     def watch_backward(self, pl_module: pl.LightningModule) -> None:
-        """Refuse `loss.backward()` in manual optimization, which passes by every callback."""
+        """Reject `loss.backward()` in manual optimization, because it bypasses callbacks."""
         self.stop_watching()
         if pl_module.automatic_optimization:
             return
@@ -200,7 +200,7 @@ class PenaltyTerm:
                 self._handles.append(hook)
 
     def stop_watching(self) -> None:
-        """Remove the hooks of `watch_backward`."""
+        """Remove the hooks that `watch_backward` registered."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -208,22 +208,22 @@ class PenaltyTerm:
     def _check_manual_backward(self, parameter: Tensor) -> None:
         if not self.in_backward:
             raise RuntimeError(
-                "`loss.backward()` passes by Lightning, and by the penalty on gates: write "
+                "`loss.backward()` bypasses Lightning and the penalty on gates: call "
                 "`self.manual_backward(loss)`."
             )
 
     def begin_batch(self) -> None:
-        """Start a batch with what gates have recorded before it."""
+        """Start a batch, and remember what the gates recorded before it."""
         self._batch = _Batch(self._values())
 
     def end_batch(self) -> None:
-        """Check that the penalty has acted, and detach the gates from their graph."""
+        """Check that the penalty had an effect, and detach the gates from their graph."""
         missed = not self._batch.added <= self._batch.penalized
         self.detach()
         if missed:
             raise RuntimeError(
-                "The gradient of the loss did not come by the gates of this batch, so the penalty "
-                "could not act: let every training step use them, or none."
+                "No gradient of the loss reached the gates of this batch, so the penalty had no "
+                "effect: let every training step use the gates, or none."
             )
 
     def detach(self) -> None:
@@ -232,12 +232,12 @@ class PenaltyTerm:
         self._batch = _Batch()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph, and handles of hooks, can be neither copied nor pickled.
+        # Tensors with a graph and hook handles can be neither copied nor pickled.
         return {**self.__dict__, "_batch": _Batch(), "_handles": []}
 
 
 class Penalty(pl.Callback, ABC):
-    """A callback that adds a `PenaltyTerm` to the loss: what it does besides."""
+    """Base class of callbacks that add a `PenaltyTerm` to the loss."""
 
     term: PenaltyTerm
 
@@ -255,11 +255,11 @@ class Penalty(pl.Callback, ABC):
 
     @abstractmethod
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        """Set what the penalty of a step depends on, see `CapturedSteps`."""
+        """Update the penalty's inputs and return the graph key, see `CapturedSteps`."""
 
     @abstractmethod
     def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Add the penalty to a loss."""
+        """Add the penalty to the loss."""
 
     @override
     def on_before_backward(
@@ -293,7 +293,7 @@ class Penalty(pl.Callback, ABC):
 
 
 def _graph_of(loss: Tensor) -> set[Any]:
-    """Return the nodes of the graph of a loss."""
+    """Return all nodes of a loss's autograd graph."""
     nodes: set[Any] = set()
     pending: list[Any] = [loss.grad_fn]
     while pending:

@@ -1,4 +1,4 @@
-"""What callbacks share: agreement between ranks, checks, and state before gates are known."""
+"""Shared by callbacks: averages over ranks, checks for conflicts, and deferred state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,12 +14,12 @@ from dg_lightning.rewiring import SparseLayer
 
 
 def state_key(callback: object, **arguments: object) -> str:
-    """Return the key of a callback's state in a checkpoint, different for its instances."""
+    """Return a callback's checkpoint key, which includes the given arguments."""
     return f"{type(callback).__qualname__}{arguments!r}"
 
 
 def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
-    """Return the mean of a value over all ranks, so that all of them decide alike."""
+    """Return the mean of a value over all ranks, so that all ranks decide alike."""
     if trainer.world_size == 1:
         return value
     mean: Tensor = trainer.strategy.reduce(value.clone(), reduce_op="mean")
@@ -27,7 +27,7 @@ def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
 
 
 def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
-    """Raise if ranks have different masks."""
+    """Raise if the ranks have different masks."""
     if trainer.world_size == 1:
         return
     own = [layer.checksum() for layer in layers]
@@ -35,40 +35,40 @@ def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
     dist.all_gather_object(every, own)
     if any(other != own for other in every):
         raise RuntimeError(
-            "Processes have different connections: their weights or gradients differ, as when a "
-            "hook changes gradients on one of them."
+            "Processes have different connections, because their weights or gradients differ: "
+            "check for hooks that change gradients on some processes only."
         )
 
 
 def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Refuse whatever else decides on the same weights, or shards them."""
+    """Reject sharded weights and other callbacks that prune the same layers."""
     name = type(callback).__name__
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     sharding = any(k.startswith(("FSDP", "DeepSpeed", "ModelParallel")) for k in kinds)
     if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
-            f"{name} needs whole weights on every process, got {kinds[0]}, which shards them: use "
+            f"{name} needs whole weights on every process, but {kinds[0]} shards them: use "
             "strategy='ddp' or a single device."
         )
     own = callback.find_layers(module)
     for other in trainer.callbacks:
-        # Which replaces the weights that masks are for; either package has one.
+        # Compared by name, because `lightning` and `pytorch_lightning` each have a ModelPruning.
         if "ModelPruning" in [kind.__name__ for kind in type(other).__mro__]:
             raise ValueError(
-                f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one; "
-                f"dg_lightning.callbacks.MagnitudePruning prunes other `layers` beside {name}."
+                f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one. "
+                f"dg_lightning.callbacks.MagnitudePruning can prune other `layers` than {name}."
             )
         if other is callback or not hasattr(other, "set_initial_masks"):
             continue
         if shared := set(own) & set(other.find_layers(module)):
             raise ValueError(
-                f"{name} and {type(other).__name__} both make {min(shared)} sparse: part them by "
-                "`layers`."
+                f"{name} and {type(other).__name__} both make {min(shared)} sparse: give them "
+                "disjoint `layers`."
             )
 
 
 def check_step_counting(callback: Any, trainer: Any, module: Any) -> None:
-    """Refuse steps of an optimizer that Lightning does not count, in manual optimization."""
+    """Reject optimizer steps that bypass Lightning in manual optimization."""
     if module.automatic_optimization:
         return
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
@@ -76,9 +76,9 @@ def check_step_counting(callback: Any, trainer: Any, module: Any) -> None:
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         if trainer.training and progress.ready == progress.completed:
             raise RuntimeError(
-                f"{type(callback).__name__} counts optimizer steps, and Lightning does not know of "
-                "this one: make it in `training_step`, with an optimizer from `self.optimizers()` "
-                "and without `use_pl_optimizer=False`."
+                f"{type(callback).__name__} counts optimizer steps, but this one bypasses "
+                "Lightning: call `step()` in `training_step` on an optimizer from "
+                "`self.optimizers()`, without `use_pl_optimizer=False`."
             )
 
     for optimizer in trainer.optimizers:
@@ -86,7 +86,7 @@ def check_step_counting(callback: Any, trainer: Any, module: Any) -> None:
 
 
 def check_single_penalty(callback: Any, trainer: Any) -> None:
-    """Refuse a second owner of a penalty's weight, and a second penalty with the same keys."""
+    """Reject two penalties that control the same gates or log the same keys."""
     for other in trainer.callbacks:
         if other is callback or not hasattr(getattr(other, "term", None), "gates"):
             continue
@@ -94,50 +94,49 @@ def check_single_penalty(callback: Any, trainer: Any) -> None:
         shared = [name for name in callback.term.gates if name in other.term.gates]
         if shared and (hasattr(callback, "budget") or hasattr(other, "budget")):
             raise ValueError(
-                f"{names} both press on {shared[0]}: the weight of a penalty has one owner; remove "
-                "one, or part them by `layers`."
+                f"{names} both penalise {shared[0]}: remove one, or give them disjoint `layers`."
             )
         if callback.name == other.name:
             had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
             raise ValueError(
-                f"{names} have {had}: give each a `name` of its own, which tells their logged keys "
-                "apart."
+                f"{names} have {had}: give each a different `name`, because it is part of their "
+                "logged keys."
             )
 
 
 def check_single_writer(callback: Any, trainer: Any, module: Any) -> None:
-    """Refuse a second callback of the same class that sets the same gates."""
+    """Reject a second callback of the same class on the same gates."""
     own = gate_layers(module, callback.layers)
     for other in trainer.callbacks:
         if other is not callback and type(other) is type(callback):
             shared = [name for name in gate_layers(module, other.layers) if name in own]
             if shared:
                 raise ValueError(
-                    f"Two {type(callback).__name__} set the gate {shared[0]}: "
-                    "part them by `layers`."
+                    f"Two {type(callback).__name__} callbacks set the gate {shared[0]}: "
+                    "give them disjoint `layers`."
                 )
 
 
 class DeferredStateCallback(pl.Callback):
-    """Takes the state of a checkpoint when training starts, when its gates are known.
+    """Defers restoring its state until training starts and the gates are known.
 
-    Lightning loads the state of callbacks before `on_fit_start`; a search for a learning rate does
-    so after it. Until training starts, the loaded state is the state.
+    Lightning loads callback state before `on_fit_start`, but a learning-rate search loads it later.
+    A checkpoint saved before training starts contains the loaded state.
     """
 
     _loaded: dict[str, Any] | None = None
 
     def current_state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state to save in a checkpoint."""
         raise NotImplementedError
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `current_state`."""
+        """Restore a state that `current_state` returned."""
         raise NotImplementedError
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._loaded = None  # of a test, or of a run that did not start
+        self._loaded = None  # may be left over from a test or from a run that failed to start
 
     @override
     def state_dict(self) -> dict[str, Any]:

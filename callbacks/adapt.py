@@ -1,4 +1,4 @@
-"""Adaptation of a trained net to drift, with a part of its weights only."""
+"""Adapt a trained net to drift by training only some of its weights."""
 
 from typing import Any, Literal, TypeAlias
 
@@ -20,37 +20,38 @@ from dg_lightning.training.averaging import check_no_running_state
 from ._shared import mean_over_ranks
 
 Train: TypeAlias = Literal["nothing", "gates", "inactive", "both", "all"]
-_COMPARED = 8  # batches whose decisions are compared
-_LEAST_COST = 0.01  # of a drift, to speak of recovery
-_NOT_MEASURED = -1.0  # in checkpoints, where values are compared
+_COMPARED = 8  # number of batches whose gate decisions are compared
+_LEAST_COST = 0.01  # smallest drift cost for which recovery is logged
+_NOT_MEASURED = -1.0  # replaces NaN in checkpoints, so that they compare equal
 
 
 class Adapt(pl.Callback):
-    """Adapts a trained net to drift with what is chosen, and says what that brings and costs.
+    """Adapts a trained net to drift and logs the gain and the cost.
 
-    The first task of a sequence trains the net as without this callback. From then on only what is
-    chosen learns, from some labelled batches of the second task (see `TaskSequence(kind="drift",
-    tasks=2)`), and the training ends. Everything else keeps its values, whatever an optimizer does.
-    So runs with the same seed adapt the same net. It must validate all tasks after every epoch.
+    The first task of a sequence trains the net as usual. Then only the weights selected by `train`
+    learn, from `batches` labelled batches of the second task (see
+    `TaskSequence(kind="drift", tasks=2)`), and training ends. All other weights keep their values,
+    whatever the optimizer does. Runs with the same seed therefore adapt the same net. All tasks
+    must be validated after every epoch.
 
     Args:
-        train: `nothing`; `gates`; `inactive`: weights to and from units that are rarely open;
-            `both`; or `all` weights, gates included.
-        batches: Batches of the second task to learn from.
-        inactive: Units are inactive if less than this share of samples opens them, in the last
+        train: What to adapt: `nothing`; `gates`; `inactive`, the weights to and from units that are
+            rarely open; `both`; or `all` weights, gates included.
+        batches: Number of batches of the second task to learn from.
+        inactive: A unit is inactive if less than this share of the samples opened it in the last
             epoch before the drift.
 
     | logged key | meaning |
     |---|---|
-    | `adapt/drift_cost` | accuracy that the drift cost |
-    | `adapt/recovery` | share of it that is won back, where it is a point at least |
+    | `adapt/drift_cost` | accuracy lost to the drift |
+    | `adapt/recovery` | share of that accuracy regained, logged if the loss is at least one point |
     | `adapt/clean_loss` | accuracy lost on the first task |
-    | `adapt/gate_flips` | share of decisions on the same drifted samples that have changed |
+    | `adapt/gate_flips` | share of gate decisions that changed, on the same drifted samples |
     | `adapt/weights_free` | share of weights that may adapt |
 
-    They are of the validation part, in a test too; `validation_step` must return the class logits,
-    as a tensor or under the key `logits`, and labels must be the second item of a batch. A run that
-    is resumed after the drift logs no flips.
+    All values are measured on the validation split, and a test logs them again. `validation_step`
+    must return the class logits, as a tensor or under the key `logits`, and labels must be the
+    second item of the batch. A run that is resumed after the drift logs no flips.
 
     >>> Adapt("gates", batches=100).train
     'gates'
@@ -70,19 +71,19 @@ class Adapt(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.done = 0  # batches of the adaptation
+        self.done = 0  # batches learned from since the drift
         self.rates = torch.empty(0)  # mean share of samples that open each block, before the drift
-        self._epoch = (torch.zeros(()), 0)  # of the epoch that runs: sum of shares, batches
-        self.accuracy = torch.full((2, 2), torch.nan).double()  # before and after; on both tasks
-        self.figures: dict[str, float] = {}  # as they are logged
+        self._epoch = (torch.zeros(()), 0)  # current epoch: sum of shares, number of batches
+        self.accuracy = torch.full((2, 2), torch.nan).double()  # (before and after, task)
+        self.figures: dict[str, float] = {}  # logged values by key
 
     def _forget(self) -> None:
         self._data: TaskData | None = None
         self._gates: dict[str, GateLike] = {}
         self._protection: Protection | None = None
-        self._counts = AccuracyMatrix(2)  # of the validation that runs
-        self._buffers: dict[str, Tensor] = {}  # of the module, when the adaptation begins
-        self._decisions: dict[int, Tensor] = {}  # before the adaptation, by batch
+        self._counts = AccuracyMatrix(2)  # current validation
+        self._buffers: dict[str, Tensor] = {}  # the module's, when adaptation begins
+        self._decisions: dict[int, Tensor] = {}  # before adaptation, by batch index
         self._flips: list[Tensor] = []
 
     @property
@@ -96,7 +97,7 @@ class Adapt(pl.Callback):
         self._data = task_data(trainer, self)
         if self._data.tasks != 2:
             raise ValueError(
-                f"Adapt goes from one task to a second, got {self._data.tasks}: use `tasks: 2`."
+                f"Adapt needs a sequence of two tasks, got {self._data.tasks}: use `tasks: 2`."
             )
         self._reset()
 
@@ -106,8 +107,8 @@ class Adapt(pl.Callback):
             check_no_running_state(pl_module, trainer, self)
         if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise ValueError(
-                "Adapt compares the validations right before and after: leave "
-                "`check_val_every_n_epoch` and `val_check_interval` alone."
+                "Adapt needs a validation after every epoch: leave `check_val_every_n_epoch` and "
+                "`val_check_interval` at their defaults."
             )
         needed = self.train not in ("nothing", "all")
         self._gates = gate_layers(pl_module, required=needed)
@@ -128,10 +129,10 @@ class Adapt(pl.Callback):
         shares, batches = self._epoch
         if self.accuracy[0].isnan().any() or (self._gates and not batches):
             raise ValueError(
-                "Adapt has seen no epoch and no validation of both tasks before the drift: train "
-                "with it from the start, and let data evaluate all tasks."
+                "Adapt needs an epoch and a validation of both tasks before the drift: use it from "
+                "the start of training, with data that evaluates all tasks."
             )
-        if not len(self.rates) and self._gates:  # a resumed run has them
+        if not len(self.rates) and self._gates:  # already known in a resumed run
             self.rates = mean_over_ranks(trainer, shares / batches).cpu()
         self._buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers()}
         with_gates = self.train in ("nothing", "inactive")
@@ -146,8 +147,8 @@ class Adapt(pl.Callback):
             active = dict(zip(gates, often, strict=True))
             if all(opened.all() for opened in often):
                 rank_zero_warn(
-                    f"No unit is open for less than {self.inactive:.0%} of the samples, so none of "
-                    "their weights adapt: raise `inactive`, or close more."
+                    f"No unit is open for less than {self.inactive:.0%} of the samples, so no "
+                    "inactive weights adapt: raise `inactive`, or close more units."
                 )
         self._protection.add(lambda gate: active.get(gate))
         for optimizer in trainer.optimizers:
@@ -188,7 +189,7 @@ class Adapt(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._data is None:
-            return  # `trainer.validate`
+            return  # called by `trainer.validate`
         task = self._data.task_of("val", batch_idx)
         self._counts.update(int(self._adapts), task, logits_of(outputs, self), batch[1])
         if task and self._gates:
@@ -228,15 +229,15 @@ class Adapt(pl.Callback):
             return
         if self.done != self.batches:
             rank_zero_warn(
-                f"Adapt has learned from {self.done} batches instead of {self.batches}: give it "
-                "epochs enough (`max_epochs`), and no `min_epochs` or `min_steps`."
+                f"Adapt has learned from {self.done} batches instead of {self.batches}: "
+                "increase `max_epochs`, and leave out `min_epochs` and `min_steps`."
             )
         buffers = dict(pl_module.named_buffers())
         moved = [n for n, before in self._buffers.items() if not torch.equal(buffers[n], before)]
         if self.train != "all" and (moved or self._protection.moved()):
             rank_zero_warn(
-                f"{', '.join(moved) or 'Weights'} moved although Adapt holds them: leave out what "
-                "changes them beside the optimizers, as schedules and budgets of gates do."
+                f"{', '.join(moved) or 'Weights'} changed although Adapt protects them: remove "
+                "callbacks that change them, such as gate schedules and budgets."
             )
 
     @override

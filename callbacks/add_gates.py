@@ -1,4 +1,4 @@
-"""Put gates into the model of any LightningModule."""
+"""Add gates to the model of any LightningModule."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -20,23 +20,23 @@ from ._shared import state_key
 
 
 class AddGates(pl.Callback):
-    """Puts gates on feed-forward units, attention heads or channels of somebody's model.
+    """Adds gates to the feed-forward units, attention heads or channels of any model.
 
-    It does so when the module is complete, and before its optimizers are made. Put it before other
-    callbacks, such as those that average weights. Gates need a higher learning rate than weights
-    and no weight decay: let `configure_optimizers` use `dg_lightning.param_groups`.
+    Gates are added when the module is complete and before its optimizers are created. List this
+    callback before others, such as those that average weights. Gates need a higher learning rate
+    than weights and no weight decay: use `dg_lightning.param_groups` in `configure_optimizers`.
 
     Args:
-        feed_forward: Gates on units between linear maps, as plain values: `{"kind": "static"}`.
-        heads: Gates on attention heads, which must be static.
-        channels: Gates on channels between convolutions, which must be static.
-        pairs: Names of two linear maps each, see `add_gates`.
-        layers: Name patterns of the maps that read the units; None for all.
-        submodule: Name of the part of the LightningModule that gets gates; None for all of it.
-        example: Example inputs of `submodule`. None for its `example_input_array` or
-            `dummy_inputs`, or, if it has neither, for the inputs of the first batch of the
-            DataModule or of the LightningModule's own loader.
-        more_examples: Further examples, which take other branches of the model.
+        feed_forward: Settings of gates on units between linear layers (`{"kind": "static"}`).
+        heads: Settings of gates on attention heads, which must be static.
+        channels: Settings of gates on channels between convolutions, which must be static.
+        pairs: Pairs of linear layer names, see `add_gates`.
+        layers: Name patterns of the layers that read the units (default: all).
+        submodule: Name of the submodule that gets gates (default: the whole LightningModule).
+        example: Example inputs of `submodule`. The default is its `example_input_array` or
+            `dummy_inputs`. If it has neither, the inputs of the first batch of the DataModule or of
+            the LightningModule's loader are used.
+        more_examples: Further examples, which run other branches of the model.
 
     >>> AddGates(feed_forward={"kind": "static"}).settings["feed_forward"]
     {'kind': 'static'}
@@ -58,12 +58,12 @@ class AddGates(pl.Callback):
         given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
         self.settings = {kind: value for kind, value in given.items() if value is not None}
         if not self.settings:
-            raise ValueError("Say what to gate: `feed_forward`, `heads` or `channels`.")
+            raise ValueError("AddGates needs `feed_forward`, `heads` or `channels`.")
         for kind, value in self.settings.items():
             check_gate_settings(kind, value)
         for pair in pairs or []:
             if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_name, pair))):
-                raise ValueError(f"`pairs` must be a list of two names each, got {pair!r}.")
+                raise ValueError(f"`pairs` must be a list of pairs of names, got {pair!r}.")
         for given_example in (example, *(more_examples or [])):
             check_example(given_example)
         self.pairs = pairs or []
@@ -73,14 +73,14 @@ class AddGates(pl.Callback):
         self.more_examples = more_examples or []
         self._found: UnitSearchResult | None = None
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, module=self.submodule)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # A `GatedClassifier` is loaded from its checkpoint alone, see `restore_gates`.
+        # A `GatedClassifier` can be loaded from its checkpoint alone, see `restore_gates`.
         if self._found is None:
             return {}
         found = self._found.state()
@@ -89,8 +89,8 @@ class AddGates(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         add = partial(self._add, trainer, pl_module, stage)
-        # Its own `setup` and `configure_model` come later and may make layers. Otherwise gates must
-        # be there now: callbacks that average weights copy the module in their `setup`.
+        # The module's `setup` and `configure_model` run later and may create layers. Otherwise add
+        # gates now, because callbacks that average weights copy the module in their `setup`.
         if any(_is_own(pl_module, method) for method in ("setup", "configure_model")):
             _extend(pl_module, "configure_model", lambda original: (original(), add()))
         else:
@@ -102,10 +102,10 @@ class AddGates(pl.Callback):
         except AttributeError as error:
             parts = ", ".join(name for name, _ in pl_module.named_children())
             raise ValueError(
-                f"`submodule` of AddGates must name a part of {type(pl_module).__name__} "
+                f"`submodule` of AddGates must name a submodule of {type(pl_module).__name__} "
                 f"({parts}), got {self.submodule!r}."
             ) from error
-        if not gated_units(part):  # by an earlier stage of this Trainer, or by hand
+        if not gated_units(part):  # added neither in an earlier stage nor manually
             self._put_into(part, trainer, pl_module, stage)
 
     def _put_into(
@@ -113,17 +113,17 @@ class AddGates(pl.Callback):
     ) -> None:
         if has_averages(trainer):
             raise ValueError(
-                "A callback that averages weights has copied the model before it has got gates: "
-                "put AddGates before it, and make layers in `__init__`."
+                "A callback that averages weights copied the model before it had gates: put "
+                "AddGates before it, and create layers in `__init__`."
             )
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
             example = first_inputs(trainer, pl_module, stage)
-        if type(part).forward is pl.LightningModule.forward:  # not defined
+        if type(part).forward is pl.LightningModule.forward:  # no `forward` is defined
             names = ", ".join(name for name, _ in part.named_children())
             raise ValueError(
-                f"AddGates runs the model on an example, and {type(part).__name__} has no "
-                f"`forward`: name the part that has one with `submodule` ({names})."
+                f"AddGates runs the model on an example, but {type(part).__name__} has no "
+                f"`forward`: set `submodule` to one that has ({names})."
             )
         self._found = add_gates(
             part,
@@ -147,13 +147,13 @@ class AddGates(pl.Callback):
         ]
         if missing := len(parameters) - sum(len(held) for _, held in of_gates):
             raise ValueError(
-                f"{missing} of {len(parameters)} parameters of gates are in no optimizer: let "
-                "`configure_optimizers` take the parameters of the whole model."
+                f"{missing} of {len(parameters)} gate parameters are in no optimizer: "
+                "`configure_optimizers` must cover all parameters of the model."
             )
         if any(group.get("weight_decay") for group, _ in of_gates):
             rank_zero_warn(
-                "Weight decay pulls the gates of AddGates towards half open: let "
-                "`configure_optimizers` use `dg_lightning.param_groups(self, lr, gate_lr_factor)`."
+                "Weight decay pulls the gates of AddGates towards half open: use "
+                "`dg_lightning.param_groups(self, lr, gate_lr_factor)` in `configure_optimizers`."
             )
 
 
@@ -162,7 +162,7 @@ def _is_name(thing: object) -> bool:
 
 
 def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Replace a method of a module once: `around` gets the original, which is back afterwards."""
+    """Wrap the next call of a method: `around` gets the original, which is restored first."""
     original = getattr(module, method)
 
     def once() -> Any:
@@ -173,7 +173,7 @@ def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]
 
 
 def _is_own(pl_module: pl.LightningModule, method: str) -> bool:
-    """Return True if somebody's module, not ours, has a method of its own."""
+    """Return True if the user's module, not a base class of ours, defines a method."""
     home = str(getattr(type(pl_module), method).__module__)
     ours = home.split(".")[0] in ("lightning", "pytorch_lightning", "dg_lightning")
     return not ours or method in vars(pl_module)

@@ -1,4 +1,4 @@
-"""Hold a compute budget: a controller finds the weight of the penalty."""
+"""Hold a compute budget with a controller that adjusts the weight of a penalty."""
 
 from collections.abc import Hashable
 from functools import cached_property, partial
@@ -29,44 +29,46 @@ from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
 
 class BudgetController(DeferredStateCallback, Penalty):
-    """Brings gates to a budget of open units or executed MACs, and holds it.
+    """Brings gates to a budget of open units or MACs and holds it.
 
-    It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts by
-    what the hard gates really use, decisions included. The allowed share falls from what is used at
-    `begin` to the budget at `until`. At `freeze_at` the gates are frozen, and over some steps their
-    logits are shifted, in proportion to what a unit costs, until the budget is used and not
-    exceeded; units of a gate still open in the learned order. From then on only the other weights
-    are trained. Budgets are held on validation inputs, where there are any: what GateNets use
-    there is compared with what they use in training, and corrected after every validation. Averages
-    of the weights (EMA, SWA) share the frozen gates.
+    It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts to
+    the usage of the hard gates, including the cost of GateNets. The allowed share falls from the
+    usage at `begin` to the budget at `until`. At `freeze_at` the gates are frozen and then land on
+    the budget: over some steps their logits are shifted, in proportion to the cost of a unit, until
+    the budget is used but not exceeded. The units of a gate still open in the learned order. From
+    then on only the other weights are trained.
+
+    The budget is measured on validation inputs, if there are any. If training batches use a
+    different share, the target is corrected by the ratio after every validation. Averages of the
+    weights (EMA, SWA) get the frozen gates too.
 
     Args:
-        budget: The share of the dense MACs or of all units, in (0, 1]; or one for each group of
-            gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
-        measure: `macs` (of the linear maps of the whole module; with groups, of those behind their
-            gates) or `open_rate`.
+        budget: The allowed share of the dense MACs or of all units, in (0, 1], or one share for
+            each group of gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
+        measure: `macs` or `open_rate`. MACs are those of all linear layers in the module. With
+            groups, they are those of the layers behind a group's gates.
         method: `pi`, a proportional-integral controller on log λ, or `dual`, ascent on the
-            Lagrangian. `shift` penalises nothing: it shifts logits until what is allowed is used,
-            up or down. It is for gates that scale (`scale: probability`): the loss does not reach
-            those that are closed, so what a penalty has closed would stay closed.
+            Lagrangian. `shift` has no penalty: it shifts logits up or down until the allowed share
+            is used. Use it for gates that scale (`scale: probability`), whose closed units get no
+            gradient from the loss and would not reopen after a penalty closed them.
         begin: When the penalty begins.
         until: When the budget should be reached.
-        freeze_at: When the gates are frozen on it.
-        every_n_steps: Optimizer steps between measurements; None for 1/200 of the training run.
+        freeze_at: When the gates are frozen.
+        every_n_steps: Optimizer steps between measurements (default: 1/200 of the training run).
         initial_weight: The initial λ.
         max_weight: The largest λ.
-        layers: Name patterns of the gates to penalise, for a single budget; None for all.
-        name: Suffix of the logged keys, to distinguish several penalties of one Trainer.
+        layers: Name patterns of the gates to penalise, for a single budget (default: all).
+        name: Suffix of the logged keys, to distinguish several penalties in one Trainer.
 
     Raises:
-        ValueError: If gates at their floors, GateNets and maps without gates use more than the
-            budget, or if another penalty acts on the same gates.
+        ValueError: If the budget is below the usage of gates at their floors, GateNets and ungated
+            layers, or if another penalty acts on the same gates.
 
     | logged key | meaning |
     |---|---|
-    | `gates/penalty` | the penalised usage; with the suffix `/<pattern>` for several budgets |
-    | `gates/penalty_weight` | λ, likewise |
-    | `gates/budget_used`, `gates/budget_allowed` | what hard gates use, and may use, likewise |
+    | `gates/penalty` | penalised usage, with the suffix `/<pattern>` for several budgets |
+    | `gates/penalty_weight` | λ, with the same suffix |
+    | `gates/budget_used`, `gates/budget_allowed` | used and allowed share, with the same suffix |
 
     >>> BudgetController(budget=0.25).measure
     'macs'
@@ -105,17 +107,17 @@ class BudgetController(DeferredStateCallback, Penalty):
         self._regulators: dict[str, Regulator] = {}
         self._measured_at = 0
         self._penalizes = False  # whether the penalty acts in the current step
-        self.frozen = False  # whether gates have stopped learning, and land
-        self._held: FrozenGates | None = None  # their parameters, once they are
+        self.frozen = False  # whether the gates have stopped learning
+        self._held: FrozenGates | None = None  # parameters of the frozen gates
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers, name=self.name)
 
     @property
     def _groups(self) -> dict[str, float]:
-        """The budget of each group of gates; one group without a name for a single budget."""
+        """The budget of each group of gates. A single budget is one group named ''."""
         return self.budget if isinstance(self.budget, dict) else {"": self.budget}
 
     @property
@@ -125,7 +127,7 @@ class BudgetController(DeferredStateCallback, Penalty):
 
     @property
     def reached(self) -> float | dict[str, float]:
-        """The share that deployed gates use, as last measured; by pattern for several budgets."""
+        """The last measured share that deployed gates use, by pattern for several budgets."""
         shares = {name: regulator.reached for name, regulator in self._regulators.items()}
         return shares if isinstance(self.budget, dict) else shares.get("", 0.0)
 
@@ -159,7 +161,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return what this callback sets over the steps, if all is in use when it begins."""
+        """Return the allowed share over the steps, assuming full usage at `begin`."""
         curves = []
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
@@ -178,7 +180,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         for regulator in self._regulators.values():
             regulator.budget.update_prices()
             if self._penalizes and regulator.start is None:
-                return None  # the penalty begins with a measurement
+                return None  # measure once before the penalty starts
         return self._penalizes, self.term.prepare(trainer)
 
     @override
@@ -201,7 +203,7 @@ class BudgetController(DeferredStateCallback, Penalty):
     def _log_penalty(self, pl_module: Any) -> None:
         if any(is_due(pl_module.trainer, self._key(name, "penalty")) for name in self._regulators):
             penalised = self.term.usage if self._penalizes else None
-            if penalised is None:  # on this rank: gates may run on some ranks only
+            if penalised is None:  # no penalised pass on this rank yet
                 penalised = self._usage(self.term.last_rates())
             usages = mean_over_ranks(pl_module.trainer, penalised.double())
             for usage, (name, regulator) in zip(usages, self._regulators.items(), strict=True):
@@ -231,14 +233,14 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._measured_at = step
             self._measure(trainer, pl_module, step)
         for name, regulator in self._regulators.items():
-            if regulator.used is None:  # the first figures, for whoever monitors them
+            if regulator.used is None:  # callbacks may monitor the keys from the first batch on
                 regulator.measure(partial(mean_over_ranks, trainer))
                 is_new = True
             allowed = regulator.allowed(self._times.progress_at(self._measured_at))
             self._log(pl_module, name, is_new, budget_used=regulator.used, budget_allowed=allowed)
 
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
-        """Measure what is used, and act on it: move λ, or land."""
+        """Measure the usage, then adjust λ or shift logits onto the budget."""
         mean = partial(mean_over_ranks, trainer)
         for regulator in self._regulators.values():
             used = regulator.measure(mean)
@@ -250,7 +252,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Freeze the gates, in averages of the weights too."""
+        """Freeze the gates, and copy them to averages of the weights."""
         self.frozen = True
         self._held = FrozenGates(self.term.gates.values())
         for shared in self.term.shared(trainer):
@@ -277,7 +279,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def _validated(self, trainer: pl.Trainer) -> list[Regulator]:
-        """Return the regulators if this is a validation of a training, after its first step."""
+        """Return the regulators in a validation during `fit`, none before the first step."""
         fits = trainer.state.fn == "fit" and not trainer.sanity_checking
         return list(self._regulators.values()) if fits and trainer.global_step else []
 

@@ -1,4 +1,4 @@
-"""Detect a collapse of gates; warn, rescue or stop (section 4.1 of the paper)."""
+"""Detect collapsing gates, then warn, rescue or stop (section 4.1 of the paper)."""
 
 from functools import cached_property
 from typing import Any, Literal
@@ -26,30 +26,30 @@ from dg_lightning.training.step_logging import log_step
 
 from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
-_KEPT = 20  # states of a gate
+_KEPT = 20  # number of recent states kept per gate
 
 
 class CollapseDetector(DeferredStateCallback):
-    """Monitors p and g of every gate, and reports in one line what goes wrong, where and why.
+    """Monitors p and g of every gate and reports failures with their cause.
 
-    Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p itself falls),
+    Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p falls too),
     `phase_shock` (a collapse at a phase boundary), `all_open`, `identical_gates`, `flapping`, and
     for GateNets `input_independent`, `dead_units`, `always_on_units`. Nothing is reported before
-    gates have begun to close.
+    the gates begin to close.
 
     Args:
-        action: `warn` reports; `rescue` also reduces the penalty, lowers θ, raises τ, lifts biases
-            or revives units, depending on the mode, and reverts that once the gate has been healthy
-            for a while; `stop` ends the training run, on all ranks.
-        every_n_steps: Optimizer steps between checks; None for the Trainer's logging interval, at
-            most 1/20 of the training run.
-        limits: Limits of what counts as healthy.
-        modes: The modes to act on; None for all.
-        layers: Name patterns of the gates; None for all.
+        action: `warn` only warns. `rescue` also reduces the penalty, lowers θ, raises τ, lifts
+            biases or revives units, depending on the mode, and reverts this once the gate has been
+            healthy for a while. `stop` ends the training run on all ranks.
+        every_n_steps: Optimizer steps between checks. The default is the Trainer's logging
+            interval, at most 1/20 of the training run.
+        limits: Limits within which a gate counts as healthy.
+        modes: The modes to act on (default: all).
+        layers: Name patterns of the gates (default: all).
 
     | logged key | meaning |
     |---|---|
-    | `collapse/<mode>` | number of gates in this mode; logged once the mode has occurred |
+    | `collapse/<mode>` | number of gates in this mode, logged once the mode has occurred |
 
     >>> CollapseDetector(action="rescue").action
     'rescue'
@@ -80,16 +80,16 @@ class CollapseDetector(DeferredStateCallback):
         self._showing: dict[str, str] = {}
         self._penalized_since: dict[str, int] = {}
         self._rescues: dict[str, Rescue] = {}
-        self._counts: dict[str, float] = {}  # gates that show a mode, from its first time on
+        self._counts: dict[str, float] = {}  # number of gates in each mode that has occurred
         self._checked_at = 0
         self._statistics = GateStatistics([])
 
     @property
     def watched_for_collapse(self) -> list[str]:
-        """The names of the gates that are watched."""
+        """The names of the watched gates."""
         return list(self._gates)
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers, modes=self.modes)
@@ -128,8 +128,8 @@ class CollapseDetector(DeferredStateCallback):
         log_step(pl_module, self._counts, always=is_new)
 
     def _check(self, trainer: Any, step: int) -> None:
-        """Take statistics when a check is due, judge them and act."""
-        # Flips are counted from one step to the next, so two steps are looked at.
+        """Collect statistics when a check is due, diagnose the gates and act."""
+        # Flips are counted from one step to the next, so a check takes two steps.
         second = self._statistics.previous is not None
         due = (step + 1) // self._interval > (self._checked_at + 1) // self._interval
         if step == self._checked_at or not (second or due):
@@ -145,7 +145,7 @@ class CollapseDetector(DeferredStateCallback):
             history = self._history[name]
             history.append(self._state(trainer, name, gate, gate_figures))
             del history[:-_KEPT]
-            frozen = shared_state(trainer, gate).frozen  # it is as it was meant to be
+            frozen = shared_state(trainer, gate).frozen  # no longer learns
             verdict = None if frozen else diagnose(history, self.limits)
             if verdict is not None and verdict.mode in self.modes:
                 found[name] = verdict
@@ -155,7 +155,7 @@ class CollapseDetector(DeferredStateCallback):
         self._counts = {f"collapse/{mode}": float(shown.count(mode)) for mode in seen}
 
     def _state(self, trainer: Any, name: str, gate: GateLike, figures: GateFigures) -> GateState:
-        """Join what was measured with what the schedules say."""
+        """Combine the measured figures with the state of schedules and penalties."""
         shared = shared_state(trainer, gate)
         if shared.penalty_begun:
             self._penalized_since.setdefault(name, trainer.global_step)
@@ -166,7 +166,7 @@ class CollapseDetector(DeferredStateCallback):
             floor=floor_of(gate) * gate.block_size / gate.units,
             initial_p=gate.initial_open_rate,
             input_dependent=gate.input_dependent,
-            begun=shared.penalty_begun is not False,  # None: somebody's own penalty, or no penalty
+            begun=shared.penalty_begun is not False,  # None: no penalty, or a custom one
             fixed=getattr(gate, "k", None) is not None,
             controlled=shared.controlled,
             penalty_share=(trainer.global_step - since) / (self._total or trainer.global_step),
@@ -192,11 +192,11 @@ class CollapseDetector(DeferredStateCallback):
                 if done is not None:
                     rank_zero_info(f"CollapseDetector at step {step}, {name}: {done}.")
                 if done is not None and not done.startswith("healthy"):
-                    self._history[name].clear()  # what was seen before is no longer so
+                    self._history[name].clear()  # earlier states no longer apply
         if self.action == "stop" and not trainer.fast_dev_run:
             stop = trainer.strategy.reduce_boolean_decision(bool(found), all=False)
             if stop:
-                rank_zero_info(f"CollapseDetector stops the training at step {step}.")
+                rank_zero_info(f"CollapseDetector stops training at step {step}.")
                 trainer.should_stop = True
 
     @override
@@ -218,7 +218,7 @@ class CollapseDetector(DeferredStateCallback):
             n: [GateState.from_dict(s) for s in h] for n, h in state["history"].items()
         }
         self._showing = dict(state["showing"])
-        key = "penalized_since" if "penalized_since" in state else "pressed_since"  # as in 0.2
+        key = "penalized_since" if "penalized_since" in state else "pressed_since"  # in 0.2
         self._penalized_since = dict(state[key])
         self._rescues |= {name: Rescue(**r) for name, r in state["rescues"].items()}
         self._checked_at = state["checked_at"]

@@ -1,4 +1,4 @@
-"""Resume exactly: random generators, and the end of an epoch that a checkpoint cuts off."""
+"""Resume exactly, with the same random numbers and the unfinished end of an epoch."""
 
 import random
 from typing import Any
@@ -16,21 +16,22 @@ _KEY = "random_generators"
 
 
 class ExactResume(pl.Callback):
-    """Lets a resumed run do what the uninterrupted one does.
+    """Makes a resumed run continue exactly like an uninterrupted one.
 
-    It saves every random generator of every rank, and restores it when a run is resumed.
+    It saves every random generator of every rank, and restores them when a run is resumed. Dropout,
+    sampled gates and other random operations then continue as in the uninterrupted run. The
+    generators are Python's `random`, NumPy's global generator, torch's on the CPU and on every CUDA
+    device, and those given to a torch `DataLoader` or its sampler. The order of the data is up to
+    the loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
 
-    Dropout, sampled gates and everything else that is random then continue as in the uninterrupted
-    run: Python's `random`, NumPy's global generator, torch's on the CPU and on every CUDA device,
-    and those given to a torch `DataLoader` or its sampler. The order of the data is up to the
-    loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
+    If a checkpoint was saved at the end of a batch, the resumed run begins with the validation and
+    the end of the epoch that follow this batch. Lightning 2.6 skips both, and repeats an epoch when
+    such a run is resumed again. Two differences remain: values that a module collects in attributes
+    during an epoch are lost, and with `max_steps` a `ReduceLROnPlateau` may miss the step of that
+    epoch.
 
-    If a checkpoint was saved when a batch ended, the resumed run begins with the validation and the
-    end of the epoch that follow this batch. Lightning 2.6 skips both, and repeats an epoch when
-    such a run is resumed again. Two things differ: what a module keeps of an epoch in attributes of
-    its own is gone, and with `max_steps` a `ReduceLROnPlateau` may miss the step of that epoch.
-
-    A checkpoint of another number of ranks restores no generator, with a warning.
+    If the checkpoint has a different number of ranks, a warning is issued and no generator is
+    restored.
 
     >>> sorted(ExactResume.generators())
     ['cuda', 'numpy', 'python', 'torch']
@@ -39,9 +40,9 @@ class ExactResume(pl.Callback):
     def __init__(self) -> None:
         self._fits = False
         self._to_restore: dict[str, Any] | None = None
-        self._stepped: int | None = None  # batches so far, if the epoch has only to end
-        self._validates = False  # whether the validation of a batch comes first
-        self._starts_epoch = False  # whether the epoch has ended
+        self._stepped: int | None = None  # batches so far, if only the end of the epoch is due
+        self._validates = False  # whether a validation is due first
+        self._starts_epoch = False  # whether the saved epoch had ended
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -65,7 +66,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def restore(state: dict[str, Any]) -> None:
-        """Set every generator of this rank."""
+        """Restore every generator of this rank."""
         import numpy as np
 
         version, words, gauss = state["python"]
@@ -80,7 +81,7 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        own = self._to_restore  # of a resumed training that has not started
+        own = self._to_restore  # loaded, but training has not started
         if own is None:
             own = {
                 **self.generators(),
@@ -88,14 +89,14 @@ class ExactResume(pl.Callback):
                 "metrics": self._metrics_of_epoch(trainer),
             }
         states: list[Any] = [own]
-        if trainer.world_size > 1:  # Lightning dumps on every process, and writes on the first
+        if trainer.world_size > 1:  # Lightning calls this on every process
             states = [None] * trainer.world_size
             dist.all_gather_object(states, own)
         checkpoint[_KEY] = states
 
     @staticmethod
     def _metrics_of_epoch(trainer: Any) -> dict[str, float]:
-        """Return what an epoch has logged in training, if it has only to end."""
+        """Return an epoch's training metrics if only the end of the epoch is due."""
         loop = trainer.fit_loop.epoch_loop
         if not trainer.training or not loop.batch_progress.is_last_batch:
             return {}
@@ -113,35 +114,34 @@ class ExactResume(pl.Callback):
         due = self._validates or self._stepped is not None
         if due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
             rank_zero_warn(
-                f"`max_steps`={trainer.max_steps} was reached before a validation or the end of an "
-                "epoch that was due: raise it to make up for it."
+                f"`max_steps`={trainer.max_steps} was reached before a validation or the end of "
+                "an epoch that is due: raise it to run them."
             )
         if states is None:
             rank_zero_warn(
-                "The checkpoint was saved without ExactResume: random numbers will not be those of "
-                "the uninterrupted run."
+                "The checkpoint was saved without ExactResume: random numbers will differ from the "
+                "uninterrupted run."
             )
         elif len(states) != trainer.world_size:
             rank_zero_warn(
                 f"The checkpoint has the random generators of {len(states)} processes, this run "
-                f"has {trainer.world_size}: random numbers will not be those of the "
-                "uninterrupted run."
+                f"has {trainer.world_size}: random numbers will differ from the uninterrupted run."
             )
         else:
             self._to_restore = states[trainer.global_rank]
 
     def _correct_progress(self, fit: dict[str, Any]) -> None:
-        """Let the counters of a checkpoint say what comes next, before Lightning reads them."""
+        """Correct the progress counters of a checkpoint before Lightning reads them."""
         epoch, batch = fit["epoch_progress"], fit["epoch_loop.batch_progress"]
         validation = fit["epoch_loop.val_loop.batch_progress"]
-        now = batch["current"]  # a batch that a hook has skipped is processed, but not started
+        now = batch["current"]  # a batch that a hook skipped is processed, but not started
         at_batch_end = now["completed"] + 1 == now["processed"] == now["started"]
         if at_batch_end and epoch["current"]["processed"] == epoch["current"]["started"]:
-            # Lightning has resumed this run before: it has counted an epoch that was running.
+            # An earlier resume by Lightning counted an epoch that was still running.
             for counts in (epoch["total"], epoch["current"]):
                 counts["ready"] = counts["started"] = counts["processed"] + 1
         if at_batch_end:
-            # A validation that has begun is not left out.
+            # Lightning would skip a validation that had begun. Repeat it.
             done = validation["total"]["completed"]
             validation["total"] |= {"ready": done + 1, "started": done + 1, "processed": done}
             validation["current"] = dict.fromkeys(validation["current"], 0)
@@ -165,7 +165,7 @@ class ExactResume(pl.Callback):
             self._restore_all(trainer, self._to_restore)
             if self._stepped is None:
                 self._restart_loaders(trainer)
-            else:  # the next epoch makes its iterators
+            else:  # the next epoch creates its iterators
                 metrics = self._to_restore.get("metrics", {})
                 trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
                 self._to_restore = None
@@ -179,10 +179,10 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def _restart_loaders(trainer: Any) -> None:
-        """Create the iterators of torch loaders again.
+        """Recreate the iterators of torch loaders.
 
-        A torch loader draws a seed when its iterator is created. Lightning has done so before
-        generators were restored, the uninterrupted run does so after the checkpoint.
+        A torch loader draws a seed when its iterator is created. Lightning created the iterator
+        before the generators were restored. The uninterrupted run does so after the checkpoint.
         """
         progress = trainer.fit_loop.epoch_loop.batch_progress
         between_epochs = progress.current.ready == 0 or progress.is_last_batch
@@ -194,7 +194,7 @@ class ExactResume(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._validates and not trainer.sanity_checking:
             self._validates = False
-            trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # it is counted once more
+            trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # the batch is counted again
             if self._to_restore is not None:
                 self._restore_all(trainer, self._to_restore)
 
@@ -203,7 +203,7 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._validates = False
-        # In the middle of an epoch, loaders have drawn new seeds since the start.
+        # In mid-epoch, loaders have drawn new seeds since training started.
         if self._to_restore is not None and batch_idx > 0:
             self._restore_all(trainer, self._to_restore)
         self._to_restore = None
@@ -213,17 +213,17 @@ class ExactResume(pl.Callback):
         if self._stepped is not None:
             trainer.fit_loop.epoch_loop._batches_that_stepped = self._stepped + 1
             self._stepped = None
-            if trainer.max_steps == -1:  # so that schedulers of epochs step
+            if trainer.max_steps == -1:  # so that per-epoch schedulers step
                 trainer.fit_loop.restarting = False
 
     def _restore_all(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        """Set every generator of this rank, those of loaders too."""
+        """Restore every generator of this rank, including those of loaders."""
         self.restore(state)
         own, saved = loader_generators(trainer.train_dataloader), state.get("loaders", [])
         if len(own) != len(saved):
             rank_zero_warn(
                 f"The checkpoint has {len(saved)} generators of training loaders, this run has "
-                f"{len(own)}: the order of the data will not be that of the uninterrupted run."
+                f"{len(own)}: the order of the data will differ from the uninterrupted run."
             )
             return
         for generator, value in zip(own, saved, strict=True):

@@ -1,4 +1,4 @@
-"""Log gate activity: open rates, histograms, heat maps and per-class rates, to any logger."""
+"""Log gate activity to any logger: open rates, histograms, heat maps, per-class rates."""
 
 from functools import cached_property
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from dg_lightning.training import is_logged_step, log_step, logged_step
 
 from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
-# Of layers.csv, by logged key.
+# Columns of layers.csv by logged key.
 _LOGGED_COLUMNS = {"open_rate": "open_rate_g", "mean_probability": "open_rate_p", "churn": "churn"}
 
 
@@ -32,7 +32,7 @@ class GateMonitor(DeferredStateCallback):
 
     Scalars go to every logger. Pictures (units over time and by class, an input gate as the image
     or feature list that it gates, the histogram of p) and tables go to loggers that support them,
-    every `every_n_epochs` epochs and at the end of training; those of a test under `gates_test`.
+    every `every_n_epochs` epochs and at the end of training. A test logs them under `gates_test`.
     The same data is written as CSV files (see `GateTables`) to the run's `gates` folder, which
     `dg-lightning report` reads. Without validation, the logged training steps are monitored.
 
@@ -40,10 +40,10 @@ class GateMonitor(DeferredStateCallback):
     needs the class logits, returned by `validation_step` as a tensor or under the key `logits`.
 
     Args:
-        every_n_epochs: Epochs between pictures and tables sent to loggers; 0 disables them.
-        stage: Stage of `fit` to monitor. If None, validation if there is one, else training.
+        every_n_epochs: Epochs between pictures and tables sent to loggers. 0 disables them.
+        stage: Stage of `fit` to monitor (default: validation if there is one, otherwise training).
         files: Whether to write CSV files.
-        layers: Name patterns of the gates; all gates if None.
+        layers: Name patterns of the gates (default: all).
 
     | logged key | meaning |
     |---|---|
@@ -87,7 +87,7 @@ class GateMonitor(DeferredStateCallback):
         self._outcome = "skipped"  # what `history.add` returned last
         self._last_picture_epoch: int | None = None
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
@@ -96,7 +96,7 @@ class GateMonitor(DeferredStateCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if sum(type(other) is type(self) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("Two GateMonitors would share keys and files: use a single one.")
+            raise ValueError("Two GateMonitors would share keys and files: use only one.")
         self._tables = None  # each run has its own folder
         if is_writing_rank(trainer):
             for logger in trainer.loggers:
@@ -144,7 +144,7 @@ class GateMonitor(DeferredStateCallback):
         if not snapshot.results:
             return
         is_fit = trainer.state.fn == "fit"
-        # On every rank, so that their state stays equal.
+        # Decided on every rank, so that the callback's state stays equal.
         due = is_fit and self._check_picture_due(trainer.current_epoch)
         if not is_writing_rank(trainer):
             return
@@ -196,7 +196,7 @@ class GateMonitor(DeferredStateCallback):
             self._log_batch(trainer, pl_module)
 
     def _log_batch(self, trainer: Any, pl_module: Any) -> None:
-        """Log the open rates of one batch, since an epoch may be the whole training run."""
+        """Log the open rates of one batch, because an epoch may be the whole run."""
         gates = list(self._gates.values())
         sizes = [gate.units // gate.block_size for gate in gates]
         rates = mean_over_ranks(trainer, unit_rates(gates))

@@ -1,4 +1,4 @@
-"""Penalty on gate usage, added to the loss of any LightningModule (section 3.3 of the paper)."""
+"""Penalise gate usage in the loss of any LightningModule (section 3.3 of the paper)."""
 
 from collections.abc import Hashable
 from typing import Any, Literal
@@ -27,34 +27,35 @@ class GatePenalty(Penalty):
     """Adds ``weight * usage`` to the loss, once per forward pass.
 
     It acts in `on_before_backward`, so the module need not know about gates. Only the gradient
-    changes; the value of the loss stays the module's own. The penalty follows the loss scaler in
-    mixed precision, is averaged over micro-batches with automatic gradient accumulation, and uses
-    rates over all ranks.
+    changes, not the value of the loss. The penalty is scaled like the loss in mixed precision, is
+    averaged over micro-batches with automatic gradient accumulation, and uses rates over all ranks.
 
-    A gate records its last forward pass only: if a step runs the net several times, the last run is
-    penalised; a gate that does not run in a batch is not. In manual optimization the penalty is
-    added to the loss as `manual_backward` gets it: who scales that loss scales `weight` too.
+    A gate records only its last forward pass. If a step runs the net several times, the last run is
+    penalised. A gate that does not run in a batch is not penalised. In manual optimization the
+    penalty is added to the loss that `manual_backward` receives. If you scale that loss, scale
+    `weight` too.
 
     Args:
-        weight: λ, the weight of the usage term: a number, or a schedule of the optimizer step
+        weight: λ, the weight of the usage term: a number, or a schedule over optimizer steps
             (``{start: 0, end: 0.02, begin: 3 epochs}``: a warmup at 0, then a linear ramp).
         usage: `open_rate` is the sum over gates of the mean p (the paper's term, which excludes a
-            gate on the input: see `layers`); `expected_macs` the expected share of the MACs of all
-            linear maps of the module; `target` the squared distance of each gate's rate from
-            `target`; `hinge_below` and `hinge_above` how far it is below or above `target`.
+            gate on the input, see `layers`). `expected_macs` is the expected share of the MACs of
+            all linear layers in the module. `target` is the squared distance of each gate's rate
+            from `target`. `hinge_below` and `hinge_above` are how far it lies below or above
+            `target`.
         rate: Whether rates are means of `p` or of the hard `g`, whose gradient is that of p.
-        target: The rate for `target` and the hinges, for all gates or by name pattern; None for the
-            keep target of `ThresholdPhases`.
+        target: The rate for `target` and the hinges, for all gates or by name pattern (default: the
+            keep target of `ThresholdPhases`).
         power: Exponent of the hinges, 1 or 2.
-        layers: Name patterns of the gates to penalise (``"*hidden.*"``); None for all.
-        layer_weights: Factors on the weight by name pattern; 1 for other gates.
-        unit_costs: Costs of units, for weighted means of p or g: `connections` counts what closing
-            a unit saves, or a list by name pattern.
-        name: Suffix of the logged keys, to distinguish several penalties of one Trainer.
+        layers: Name patterns of the gates to penalise, such as ``"*hidden.*"`` (default: all).
+        layer_weights: Factors on the weight by name pattern. Other gates have 1.
+        unit_costs: Costs of units, for weighted means of p or g: a list by name pattern, or
+            `connections` for the number of connections that closing a unit saves.
+        name: Suffix of the logged keys, to distinguish several penalties in one Trainer.
 
     Raises:
-        ValueError: If the module has no gate, a pattern matches none, the linear map of a gate is
-            unknown to `expected_macs`, or a target is missing.
+        ValueError: If the module has no gate, a pattern matches none, `expected_macs` finds no
+            linear layer for a gate, or a target is missing.
 
     | logged key | meaning |
     |---|---|
@@ -84,7 +85,7 @@ class GatePenalty(Penalty):
             if value < 0:
                 raise ValueError(f"`weight` must be at least 0, got {value}.")
         if target is not None and usage in ("open_rate", "expected_macs"):
-            raise ValueError(f"`target` has no meaning with `usage={usage!r}`: leave it out.")
+            raise ValueError(f"`target` is not used with `usage={usage!r}`: leave it out.")
         for wanted in target.values() if isinstance(target, dict) else [target]:
             if wanted is not None and not 0 <= wanted <= 1:
                 raise ValueError(f"`target` must be in [0, 1], got {wanted}.")
@@ -99,7 +100,7 @@ class GatePenalty(Penalty):
                     f"`unit_costs` must be at least 0, got {min(costs)} for {pattern!r}."
                 )
         if unit_costs is not None and usage == "expected_macs":
-            raise ValueError("`expected_macs` has its own prices: leave `unit_costs` out.")
+            raise ValueError("`expected_macs` has its own costs: leave `unit_costs` out.")
         self.usage: Usage = usage
         self.rate: Literal["p", "g"] = rate
         self.target = target
@@ -117,7 +118,7 @@ class GatePenalty(Penalty):
         maps = linear_maps(pl_module)
         if self.usage == "expected_macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
-                f"`usage='expected_macs'` knows no linear map of {', '.join(unknown)}: "
+                f"`usage='expected_macs'` found no linear layer for {', '.join(unknown)}: "
                 "declare it in `feeds` of the gate, or use `usage='open_rate'`."
             )
         self._prices = None
@@ -147,7 +148,7 @@ class GatePenalty(Penalty):
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return what this callback sets over the steps."""
+        """Return the weight, and the target if there is one, over the steps."""
         gates = tuple(gate_layers(pl_module, self.layers))
         suffix = "" if self.name is None else f" {self.name}"
         curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates)]
@@ -164,7 +165,7 @@ class GatePenalty(Penalty):
         self._targets.set(self._target_rates(trainer))
         if self._prices is not None:
             self._prices.update()
-        if self.usage != "hinge_below":  # which closes no gates
+        if self.usage != "hinge_below":  # it never closes gates
             for state in shared:
                 state.penalty_begun = state.penalty_begun or weight * state.factor > 0
         return self.term.prepare(trainer)
@@ -197,7 +198,7 @@ class GatePenalty(Penalty):
             log_step(pl_module, {f"gates/penalty_weight{suffix}": self._mean_weight})
 
     def _target_rates(self, trainer: Any) -> list[float]:
-        """Return the rate that each gate should have."""
+        """Return the target rate of each gate."""
         if self.usage in ("open_rate", "expected_macs"):
             return []
         gates = self.term.gates
@@ -208,7 +209,7 @@ class GatePenalty(Penalty):
         both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
         if missing := [name for name, value in zip(gates, both, strict=True) if value is None]:
             raise ValueError(
-                f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: give one, or "
-                "let ThresholdPhases set keep targets."
+                f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: set it, or "
+                "add ThresholdPhases, which sets keep targets."
             )
         return [value for value in both if value is not None]

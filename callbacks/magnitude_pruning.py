@@ -1,4 +1,4 @@
-"""Magnitude pruning, one-shot or gradual, with masks that stay."""
+"""Prune small weights, in one shot or gradually, and keep them at 0."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -25,23 +25,23 @@ from .sparse import NewMasks, SparseCallback
 
 
 class MagnitudePruning(SparseCallback):
-    """Prunes the smallest weights, and keeps them at 0.
+    """Prunes the smallest weights and keeps them at 0.
 
-    One-shot, before training (`begin: 0`) or later (`begin: 15 epochs`), followed by fine-tuning.
-    Gradual if `until` is later than `begin`: sparsity follows a cubic schedule (Zhu, Gupta: "To
-    prune, or not to prune", arXiv:1710.01878).
+    By default it prunes in one shot, before training (`begin: 0`) or later (`begin: 15 epochs`),
+    followed by fine-tuning. If `until` is later than `begin`, it prunes gradually: sparsity follows
+    a cubic schedule (Zhu, Gupta: "To prune, or not to prune", arXiv:1710.01878).
 
     Args:
         sparsity: The final share of weights that are 0, over all layers or by name pattern.
         scope: `global` ranks the weights of all layers together, `layer` prunes each layer to the
             given sparsity.
         begin: When pruning begins.
-        until: When the final sparsity is reached; None for one-shot pruning.
-        every_n_steps: Optimizer steps between prunings, if gradual.
-        layers: Name patterns of linear and convolution layers; None for all outside of gates.
-        structure: `unstructured`; with `scope: layer` also `block:16`, `2:4` or `fan_in`, see
+        until: When the final sparsity is reached (default: at `begin`, in one shot).
+        every_n_steps: Optimizer steps between gradual prunings.
+        layers: Name patterns of linear and convolution layers (default: all outside of gates).
+        structure: `unstructured`, or with `scope: layer` also `block:16`, `2:4` or `fan_in`, see
             `RigL`.
-        masks: A checkpoint to take the first masks from, see `RigL`.
+        masks: A checkpoint to take the initial masks from, see `RigL`.
 
     Logs the same keys as `RigL`.
 
@@ -64,12 +64,12 @@ class MagnitudePruning(SparseCallback):
         super().__init__(sparsity, "uniform", layers, structure, "magnitude", masks, None)
         if scope == "global" and (isinstance(sparsity, dict) or structure != "unstructured"):
             raise ValueError(
-                "`scope: global` has one sparsity for all layers and no structure; write "
+                "`scope: global` needs one `sparsity` for all layers and no `structure`: use "
                 "`scope: layer`."
             )
         if self.structure.density is not None and until is not None:
             raise ValueError(
-                f"`structure={structure!r}` has its sparsity at once: leave `until` out."
+                f"`structure={structure!r}` cannot be pruned gradually: leave `until` out."
             )
         if every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
@@ -108,8 +108,8 @@ class MagnitudePruning(SparseCallback):
         if clock.total_steps is None or self._until < clock.total_steps:
             return None
         return (
-            f"MagnitudePruning ends at step {self._until} of {clock.total_steps}: there are no "
-            "steps left to fine-tune; begin earlier, or train longer."
+            f"MagnitudePruning ends at step {self._until} of {clock.total_steps} and leaves "
+            "no steps for fine-tuning: begin earlier, or train longer."
         )
 
     @override
@@ -121,7 +121,7 @@ class MagnitudePruning(SparseCallback):
         return step - last >= self.every_n_steps
 
     def progress(self, step: int) -> float:
-        """Return the share of the final sparsity that a step has."""
+        """Return the share of the final sparsity that is reached at a step."""
         if step >= self._until:
             return 1.0
         return 1 - (1 - (step - self._begin) / (self._until - self._begin)) ** 3
@@ -129,7 +129,7 @@ class MagnitudePruning(SparseCallback):
     @override
     @torch.no_grad()
     def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
-        # What is gone stays gone.
+        # Pruned weights stay pruned.
         scores = {x.name: x.weight.detach().abs().masked_fill(~x.mask, -1) for x in due}
         masks = self._pruned(scores, self.progress(step))
         return {x: masks[x.name] & x.mask for x in due}, list(scores.values())
@@ -149,6 +149,6 @@ class MagnitudePruning(SparseCallback):
         if empty := [n for n, part in zip(scores, parts, strict=True) if not bool(part.any())]:
             rank_zero_warn(
                 f"MagnitudePruning has left no connection in {', '.join(empty)}, whose weights are "
-                "smaller than those of other layers: write `scope: layer`, or ask for less."
+                "smaller than those of other layers: use `scope: layer`, or lower `sparsity`."
             )
         return {n: part.reshape(scores[n].shape) for n, part in zip(scores, parts, strict=True)}

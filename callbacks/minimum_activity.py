@@ -22,23 +22,23 @@ from dg_lightning.training.averaging import keep_settings_live
 
 from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
 
-_CHECKS = 10  # of a unit before it counts as dead
+_CHECKS = 10  # number of checks before a unit counts as dead
 
 
 class MinimumActivity(DeferredStateCallback):
-    """Sets a floor on open gates, in deployment too, and revives dead units.
+    """Keeps a minimum of gates open and revives dead units.
 
-    The floor is part of the gate and of its checkpoint: every sample has at least that many units
-    open, those with the largest p.
+    The floor is part of the gate and its checkpoint, so it holds in deployment too. Every sample
+    opens at least that many units, those with the largest p.
 
     Args:
-        min_open: The floor: a share of a layer's gates such as "5%" (the paper's r_min, 5 to 10 %),
-            or a count (its forced top-k); for all gates or by name pattern. None keeps the gates'
-            own.
-        revive_after: Reset units of GateNets that no sample has opened for this long to their
-            initial open rate. None for never.
+        min_open: The floor for all gates or by name pattern: a share of a layer's gates such as
+            "5%" (the paper's r_min, 5 to 10 %), or a count (its forced top-k). None keeps the
+            floors that gates already have.
+        revive_after: How long a unit of a GateNet may stay closed for all samples before it is
+            reset to its initial open rate (default: forever).
         revive_until: When reviving ends, so that gates can settle.
-        layers: Name patterns of the gates; None for all.
+        layers: Name patterns of the gates (default: all).
 
     >>> MinimumActivity(min_open="5%").min_open
     '5%'
@@ -67,7 +67,7 @@ class MinimumActivity(DeferredStateCallback):
         self._seen_at = 0
         self._statistics = GateStatistics([])
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
@@ -79,8 +79,8 @@ class MinimumActivity(DeferredStateCallback):
         self._watched = {n: gate for n, gate in self._gates.items() if gate.input_dependent}
         if self.revive_after is not None and not self._watched:
             raise ValueError(
-                "`revive_after` is for GateNets, and there are none: a closed static gate saves "
-                "its unit for good, and has a gradient to open again; leave it out."
+                "`revive_after` is for GateNets, but there are none: leave it out, because a "
+                "closed static gate still gets a gradient that can open it again."
             )
         self._statistics = GateStatistics(list(self._watched.values()), _CHECKS)
 

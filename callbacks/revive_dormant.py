@@ -1,4 +1,4 @@
-"""Give units that have gone silent a fresh start."""
+"""Revive dormant units with fresh weights."""
 
 from functools import cached_property
 from typing import Any
@@ -20,21 +20,20 @@ from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks
 
 
 class Revival(DeferredStateCallback):
-    """Gives units a fresh start: the base of `ReviveDormant` and `ContinualBackprop`.
+    """Base class of `ReviveDormant` and `ContinualBackprop`.
 
-    A revived unit gets fresh incoming weights, no outgoing ones, and a fresh optimizer state; its
-    mean output stays, as part of a bias. Units are those between linear maps or convolutions,
-    found by running the model, whatever it is. Units that a finished task uses (`TaskGates`) are
-    left alone.
+    A revived unit gets fresh incoming weights, zero outgoing weights, and fresh optimizer state.
+    Its mean output is added to a bias. The units between linear layers or convolutions are found by
+    running the model. Units that a finished task uses (`TaskGates`) are skipped.
 
     Args:
-        threshold: Units whose mean output is at most this share of their layer's mean are dormant.
-        every_n_steps: Optimizer steps between two counts of dormant units.
-        maturity: Passes after which a unit may be revived.
+        threshold: A unit is dormant if its mean output is at most this share of its layer's mean.
+        every_n_steps: Optimizer steps between counts of dormant units.
+        maturity: Number of passes after which a unit may be revived.
         decay: Decay of the running means of units.
-        layers: Name patterns of the consumers of the units; None for all.
+        layers: Name patterns of the layers that read the units (default: all).
         example: Example inputs of the LightningModule, see `AddGates`.
-        seed: Seed of fresh weights; None for the seed of the run.
+        seed: Seed of fresh weights (default: the seed of the run).
     """
 
     @checked
@@ -72,7 +71,7 @@ class Revival(DeferredStateCallback):
         """Return a mask of the units to revive."""
         raise NotImplementedError
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
@@ -83,9 +82,9 @@ class Revival(DeferredStateCallback):
         if example is None and offered_example(pl_module) is None:
             example = first_inputs(trainer, pl_module, "fit")
         found = find_watched(pl_module, example, self.decay)
-        self.units = filter_by_name(found, self.layers, "map with units")
+        self.units = filter_by_name(found, self.layers, "layer with units")
         self._handles = [units.watch() for units in self.units.values()]
-        self._pending = dict.fromkeys(self.units, 0.0)  # units that are due, as a fraction
+        self._pending = dict.fromkeys(self.units, 0.0)  # fractional number of due units
         self._revived = dict.fromkeys(self.units, 0)
         self._shares = dict.fromkeys(self.units, 0.0)
         seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
@@ -168,7 +167,7 @@ class Revival(DeferredStateCallback):
 
 
 class ReviveDormant(Revival):
-    """Revives dormant units every `every_n_steps`, so that a net stays able to learn.
+    """Revives dormant units regularly, to keep a net plastic.
 
     A unit is dormant if its mean output is at most `threshold` of its layer's mean (Sokar et al.,
     "The dormant neuron phenomenon in deep reinforcement learning", arXiv:2302.12902). Takes the
@@ -176,8 +175,8 @@ class ReviveDormant(Revival):
 
     | logged key | meaning |
     |---|---|
-    | `dormant/share/<layer>` | share of the units that are dormant |
-    | `dormant/revived/<layer>` | units revived so far |
+    | `dormant/share/<layer>` | share of dormant units |
+    | `dormant/revived/<layer>` | number of units revived so far |
 
     >>> ReviveDormant(threshold=0.1).every_n_steps
     1000
@@ -187,24 +186,26 @@ class ReviveDormant(Revival):
     def choose(self, name: str, figures: Tensor, dormant: Tensor, mature: Tensor) -> Tensor:
         chosen = dormant & mature
         if count := int(chosen.sum()):
-            rank_zero_info(f"ReviveDormant at step {self._seen_at}, {name}: {count} units.")
+            rank_zero_info(
+                f"ReviveDormant at step {self._seen_at} revives {count} units in {name}."
+            )
         return chosen
 
 
 class ContinualBackprop(Revival):
-    """Revives the least useful units at a steady rate, so that a net stays able to learn.
+    """Revives the least useful units at a steady rate, to keep a net plastic.
 
-    In every step a share `rate` of the mature units is due: those with the smallest product of mean
-    output and outgoing weights (Dohare et al., "Loss of plasticity in deep continual learning",
-    Nature 632, 2024). Logs the same keys as `ReviveDormant`.
+    In every step a share `rate` of the units becomes due. The mature units with the smallest
+    product of mean output and outgoing weights are revived (Dohare et al., "Loss of plasticity in
+    deep continual learning", Nature 632, 2024). Logs the same keys as `ReviveDormant`.
 
     Args:
         rate: Share of units to revive in every step.
-        maturity: Passes after which a unit may be revived.
+        maturity: Number of passes after which a unit may be revived.
         decay: Decay of the running means of units.
-        layers: Name patterns of the consumers of the units; None for all.
+        layers: Name patterns of the layers that read the units (default: all).
         example: Example inputs of the LightningModule, see `AddGates`.
-        seed: Seed of fresh weights; None for the seed of the run.
+        seed: Seed of fresh weights (default: the seed of the run).
 
     >>> ContinualBackprop(rate=1e-3).maturity
     100

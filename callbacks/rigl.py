@@ -23,57 +23,57 @@ from dg_lightning.training.optimizers import has_fused_unscale
 from ._shared import mean_over_ranks
 from .sparse import NewMasks, Rewiring
 
-_LEAST_RATE = 1e-3  # of samples with both ends of a connection open
+_LEAST_RATE = 1e-3  # lower bound on the share of samples that open both ends
 
 
 class RigL(Rewiring):
-    """Trains a sparse net, and moves connections to where the gradient is largest.
+    """Trains a sparse net and moves connections to where the gradient is largest.
 
     Every `every_n_steps` optimizer steps, right after the step, each layer drops the connections
     with the smallest weights and grows as many where the gradient with respect to the missing
-    weight is largest. That gradient is dense, unscaled, and of the whole step: over all
-    micro-batches and ranks. New connections start at 0, with fresh optimizer state. A connection
-    that was just dropped may grow again and then keeps its weight, as in the original code. A step
-    with a gradient that is not finite changes no connections.
+    weight is largest. That gradient is dense, unscaled, and covers all micro-batches and ranks of
+    the step. New connections start at 0, with fresh optimizer state. A connection that was just
+    dropped may grow again and then keeps its weight, as in the original code. A step with a
+    non-finite gradient changes no connections.
 
-    Masks are part of this callback's state; the model's own state holds plain weights with zeros,
-    and loads without this package. Missing weights are exactly 0 after every step of the optimizer.
-    A copy of the net within the module, as of a mean teacher, is left alone if it is frozen: its
-    weights fade where connections were dropped, and are not exactly 0.
+    Masks are part of this callback's state. The model's state holds plain weights with zeros and
+    loads without this package. Missing weights are exactly 0 after every optimizer step. A frozen
+    copy of the net within the module, such as a mean teacher, is not changed: where connections
+    were dropped, its weights fade and are not exactly 0.
 
     (Evci, Gale, Menick, Castro, Elsen: "Rigging the Lottery: Making All Tickets Winners",
     arXiv:1911.11134.)
 
     Args:
         sparsity: The share of weights that are 0, over all layers or by name pattern.
-        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers; None for all outside of gates.
-        structure: `unstructured`; `block:16` for squares of 16 x 16; `2:4` for 2 of every 4 inputs;
-            `fan_in` for the same number of inputs for every output.
+        distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers (default: all outside of gates).
+        structure: `unstructured`, `block:16` for squares of 16 x 16, `2:4` for 2 of every 4 inputs,
+            or `fan_in` for the same number of inputs for every output.
         every_n_steps: Optimizer steps between updates.
         drop_fraction: The share of connections that the first update drops.
-        drop_shape: How that share falls until the last update.
+        drop_shape: How that share decreases until the last update.
         until: When updates end.
-        grow: `gradient` is that of the current step, `mean_gradient` a running mean, which takes
-            as much memory as the weights.
+        grow: `gradient` uses the gradient of the current step. `mean_gradient` uses a running mean,
+            which takes as much memory as the weights.
         mean_decay: Decay of the running mean.
-        gate_aware: A closed unit starves the gradient of its connections. `grow` divides the
-            gradient by the share of samples with both ends open; `drop_and_grow` also multiplies
-            the weight by it before the smallest are dropped; `no` is the paper's rule.
+        gate_aware: Closed units starve the gradient of their connections. `grow` divides the
+            gradient by the share of samples with both ends open. `drop_and_grow` also multiplies
+            the weight by that share before the smallest are dropped. `no` is the paper's rule.
         exclude_just_dropped: Whether connections that were just dropped may not grow again.
-        skip_optimizer_step: Whether an update replaces the optimizer's step, as in the original;
-            counters and schedules go on.
-        initial: The first connections: `random`, or those of the largest weights (`magnitude`).
-        masks: A checkpoint to take the first masks from: of this package, or pruned with
+        skip_optimizer_step: Whether an update replaces the optimizer's step, as in the original.
+            Counters and schedules still advance.
+        initial: The initial connections: `random`, or those with the largest weights (`magnitude`).
+        masks: A checkpoint to take the initial masks from, saved by this package or pruned with
             torch.nn.utils.prune or Lightning's ModelPruning.
-        seed: Seed of the random masks; None for the seed of the run.
+        seed: Seed of the random masks (default: the seed of the run).
 
     | logged key | meaning |
     |---|---|
     | `rewiring/density/<layer>` | share of connections that exist |
-    | `rewiring/churn/<layer>` | share of them that the last update made |
-    | `rewiring/explored/<layer>` | share of positions that have ever had one |
-    | `rewiring/dead_inputs/<layer>`, `rewiring/dead_outputs/<layer>` | units without any |
+    | `rewiring/churn/<layer>` | share of connections that the last update grew |
+    | `rewiring/explored/<layer>` | share of positions that have ever had a connection |
+    | `rewiring/dead_inputs/<layer>`, `rewiring/dead_outputs/<layer>` | units without connections |
 
     >>> RigL(sparsity=0.9).schedule.every_n_steps
     100
@@ -111,7 +111,7 @@ class RigL(Rewiring):
         self.gate_aware = gate_aware
         self.skip_optimizer_step = skip_optimizer_step
         self._means: dict[str, Tensor] = {}
-        self._gradients: dict[SparseLayer, Tensor] = {}  # their sizes, of layers that change
+        self._gradients: dict[SparseLayer, Tensor] = {}  # magnitudes, for layers that change
         self._open: OpenRates | None = None
 
     @override
@@ -122,14 +122,14 @@ class RigL(Rewiring):
             self._open = OpenRates(pl_module, [x.layer for x in self.connections.values()])
             if not self._open.gates:
                 raise ValueError(
-                    f"`gate_aware={self.gate_aware!r}` finds no gate at the layers that it "
-                    "rewires: leave it out, or declare `feeds` of the gates."
+                    f"`gate_aware={self.gate_aware!r}` found no gate at the layers to rewire: "
+                    "leave it out, or declare `feeds` of the gates."
                 )
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Open rates are over the micro-batches of a step, as gradients are. With several
-        # optimizers, a backward pass may serve the steps of all of them.
+        # Like gradients, open rates cover all micro-batches of a step. With several optimizers, one
+        # backward pass may serve the steps of all of them.
         if self._open is None:
             return
         coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(trainer.optimizers))
@@ -153,12 +153,12 @@ class RigL(Rewiring):
         if due and self.skip_optimizer_step:
             if has_fused_unscale(trainer, optimizer):
                 raise ValueError(
-                    "`skip_optimizer_step` needs an optimizer that is not fused, where a scaler "
-                    "looks after gradients: write fused=False, or leave it out."
+                    "`skip_optimizer_step` needs an optimizer that is not fused, with a gradient "
+                    "scaler: set fused=False, or leave it out."
                 )
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = None  # which every optimizer passes over
+                    parameter.grad = None  # optimizers skip it
 
     def _update_means(self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer]) -> None:
         """Update the running mean of unscaled gradients."""
@@ -173,7 +173,7 @@ class RigL(Rewiring):
             known = self._means.get(layer.name)
             mean = torch.zeros_like(gradient) if known is None else known.to(gradient)
             new = mean.lerp(gradient, 1 - self.mean_decay)
-            # Not where the gradient is not finite; without waiting for the device, and in place.
+            # Keep the old mean if the gradient is not finite, without waiting for the device.
             self._means[layer.name] = mean.copy_(torch.where(gradient.isfinite().all(), new, mean))
 
     @override

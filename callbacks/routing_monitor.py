@@ -15,18 +15,18 @@ class RoutingMonitor(pl.Callback):
     """Logs expert usage in validation and test.
 
     `validation_step` and `test_step` must return the class logits, as a tensor or under the key
-    `logits`; the labels must be the second item of the batch.
+    `logits`, and the labels must be the second item of the batch.
 
     Args:
-        layers: Name patterns of the routers; all routers if None.
+        layers: Name patterns of the routers (default: all).
 
     | logged key | meaning |
     |---|---|
     | `routing/entropy/<layer>` | entropy of expert usage, in nats |
     | `routing/cv/<layer>` | coefficient of variation of expert usage |
-    | `routing/mutual_information/<layer>` | between first expert and class, in nats |
+    | `routing/mutual_information/<layer>` | mutual information of first expert and class, in nats |
     | `routing/dropped/<layer>` | assignments dropped for lack of capacity, per training epoch |
-    | `routing/capacity/<layer>` | expert capacity in samples, mean over training batches |
+    | `routing/capacity/<layer>` | mean expert capacity over training batches, in samples |
 
     >>> RoutingMonitor(layers=["net.router"]).layers
     ['net.router']
@@ -48,7 +48,7 @@ class RoutingMonitor(pl.Callback):
         if not self._routers:
             raise ValueError(
                 "RoutingMonitor needs routers, as in SwitchMoE, but there are only the gates "
-                f"{', '.join(gates)}: use GateMonitor for those."
+                f"{', '.join(gates)}: use GateMonitor for them."
             )
 
     @override

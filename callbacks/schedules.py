@@ -1,4 +1,4 @@
-"""Schedules of gates: temperature annealing, and phases of threshold and keep target."""
+"""Schedule the temperature, threshold and keep target of gates."""
 
 from itertools import pairwise
 from typing import Any, Literal
@@ -27,24 +27,24 @@ from ._shared import check_single_writer, check_step_counting
 
 
 class TemperatureAnnealing(pl.Callback):
-    """Sets the temperature τ of every gate from a schedule, before optimizer steps.
+    """Anneals the temperature τ of gates over the optimizer steps.
 
     τ is part of the gate, so a checkpoint is deployed with the τ of its step. If the schedule
-    starts at another τ than the gates were built with, their logits are scaled once, so that every
-    unit starts with the p that it was given.
+    starts at a different τ than the gates were built with, their logits are scaled once, so that
+    every unit keeps its initial p.
 
     Args:
-        start: τ at `begin` and before.
+        start: τ until `begin`.
         end: τ from `until` on.
         shape: The curve between them.
         begin: When τ begins to change.
         until: When τ reaches `end`.
         staircase: `epoch` holds τ constant within each epoch.
-        layers: Name patterns of the gates; None for all.
+        layers: Name patterns of the gates (default: all).
 
     | logged key | meaning |
     |---|---|
-    | `gates/temperature` | τ; with the suffix `/<layer>` if `layers` is given |
+    | `gates/temperature` | τ, with the suffix `/<layer>` if `layers` is given |
 
     >>> TemperatureAnnealing(start=2.0, end=1.0, until="70%").schedule.end
     1.0
@@ -84,7 +84,7 @@ class TemperatureAnnealing(pl.Callback):
                 set_initial_temperature(gate, self._value_at(0))
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return what this callback sets over the steps."""
+        """Return the temperature over the steps."""
         gates = tuple(gate_layers(pl_module, self.layers))
         return [Curve("temperature", "τ", self.schedule.resolve(clock), gates)]
 
@@ -109,24 +109,25 @@ _PAPER = (
 
 
 class ThresholdPhases(pl.Callback):
-    """Schedules keep target, threshold and penalty weight in phases with smooth transitions.
+    """Schedules keep target, threshold and penalty weight in phases.
 
-    The threshold is written to the gates. Penalties read the other two: a
-    `GatePenalty(usage="target")` without a target of its own follows the keep target, and every
-    penalty on these gates is multiplied by the factor.
+    The threshold is written to the gates. Penalties read the keep target and the weight factor: a
+    `GatePenalty(usage="target")` without a `target` follows the keep target, and every penalty on
+    these gates is multiplied by the factor.
 
     Args:
-        phases: The phases in order; None for the paper's three, with its middle values.
-        transition: Length of the transition between phases; 0 for a jump.
-        buffer_keep: An intermediate keep target before the last phase's, if that is lower (the
-            paper: about 0.30, to avoid a collapse); null for none.
-        buffer: How long the intermediate target holds.
-        layers: Name patterns of the gates; None for all.
+        phases: The phases in order (default: the paper's three, with values from the middle of its
+            ranges).
+        transition: Length of the smooth transition between phases. 0 makes it a jump.
+        buffer_keep: An intermediate keep target before the last phase, if that phase's is lower
+            (about 0.30 in the paper, to avoid a collapse). None disables it.
+        buffer: How long the intermediate target is held.
+        layers: Name patterns of the gates (default: all).
 
     | logged key | meaning |
     |---|---|
-    | `gates/threshold` | θ; with the suffix `/<layer>` if `layers` is given |
-    | `gates/keep_target` | the keep target, likewise |
+    | `gates/threshold` | θ, with the suffix `/<layer>` if `layers` is given |
+    | `gates/keep_target` | keep target, with the same suffix |
 
     >>> ThresholdPhases().phases[-1].threshold
     0.75
@@ -172,7 +173,7 @@ class ThresholdPhases(pl.Callback):
         starts = [clock.steps(phase.begin, "begin") for phase in self.phases]
         if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
             raise ValueError(
-                "Phases must begin one after the other, the first at step 0, got steps "
+                "`phases` must begin in order, and the first at step 0, got steps "
                 f"{', '.join(map(str, starts))}."
             )
         width = clock.steps(self.transition, "transition")
@@ -188,7 +189,7 @@ class ThresholdPhases(pl.Callback):
         )
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return what this callback sets over the steps."""
+        """Return keep target, threshold and weight factor over the steps."""
         gates = tuple(gate_layers(pl_module, self.layers))
         keep, threshold, factor = self._resolve(clock)
         return [

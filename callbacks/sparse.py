@@ -1,4 +1,4 @@
-"""Sparse connections: the base of all sparse callbacks, fixed masks and SET."""
+"""Train with sparse connections: base class of sparse callbacks, fixed masks, SET."""
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
@@ -43,27 +43,27 @@ from ._shared import (
     state_key,
 )
 
-NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]  # and scores behind them
+NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]  # masks and their scores
 
 
 class SparseCallback(pl.Callback):
     """Keeps the weights of missing connections at exactly 0.
 
-    Gradients are masked before the optimizer's step, and weights after it, whoever else has changed
-    them. A subclass says when connections change (`changes_after`) and how (`new_masks`).
+    Gradients are masked before the optimizer's step and weights after it, whatever else changed
+    them. A subclass decides when connections change (`changes_after`) and how (`new_masks`).
 
     Args:
         sparsity: The share of weights that are 0, over all layers or by name pattern.
-        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers; None for all outside of gates.
+        distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers (default: all outside of gates).
         structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
-        initial: The connections: `random`, or those of the largest weights (`magnitude`).
+        initial: The connections: `random`, or those with the largest weights (`magnitude`).
         masks: A checkpoint to take the masks from, see `RigL`.
-        seed: Seed of the random masks; None for the seed of the run.
+        seed: Seed of the random masks (default: the seed of the run).
     """
 
-    sees_all_gradients = False  # or only those of steps after which connections change
-    retry_skipped = False  # whether a change that a step did not allow is made after the next one
+    sees_all_gradients = False  # whether `see_gradients` runs in every step or only before changes
+    retry_skipped = False  # whether a skipped change is retried after the next step
 
     @checked
     def __init__(
@@ -89,41 +89,44 @@ class SparseCallback(pl.Callback):
         self._layers: dict[str, Any] = {}
         self._seed: int | None = None
         self._fits = False
-        self._is_new = False  # whether masks were made for this training run
+        self._is_new = False  # whether masks were created for this training run
         self._user_masks: dict[str, Tensor] | None = None
         self._loaded_state: dict[str, Any] | None = None
         self._step = 0
         self._due: list[SparseLayer] = []  # layers that change after this step
         self._handles: dict[Optimizer, Any] = {}
 
-    @cached_property  # Lightning asks for it in every hook of every step
+    @cached_property  # Lightning reads it in every hook of every step
     @override
     def state_key(self) -> str:
         return state_key(self, layers=self.layers)
 
     def set_initial_masks(self, masks: Mapping[str, Tensor]) -> None:
-        """Start the next training run from these connections, bool, by layer."""
+        """Set boolean masks, by layer name, for the start of the next training run."""
         self._user_masks = dict(masks)
 
     def changes_after(self, step: int, last: int) -> bool:
-        """Return True if a layer that changed `last` changes after this step, counted from 1."""
+        """Return True if a layer that changed after step `last` changes after `step`.
+
+        Steps are counted from 1.
+        """
         return False
 
     def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
-        """Return the new masks of layers, after the optimizer's step."""
+        """Return new masks for the layers that are due, after the optimizer's step."""
         return {}, []
 
     def see_gradients(
         self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer], due: list[SparseLayer]
     ) -> None:
-        """Read the dense gradients of layers, before they are masked."""
+        """Read the dense gradients of layers before they are masked."""
 
     def prepare(self, clock: Clock) -> str | None:
-        """Resolve durations, when training starts; return a warning, if any."""
+        """Resolve durations when training starts, and return a warning, if any."""
         return None
 
     def reset(self) -> None:
-        """Forget an earlier training run."""
+        """Reset the state of an earlier training run."""
         for layer in self.connections.values():
             layer.changed_at = 0
 
@@ -142,7 +145,7 @@ class SparseCallback(pl.Callback):
         self._connect(trainer, pl_module)
 
     def find_layers(self, module: nn.Module) -> dict[str, Any]:
-        """Return the layers that are made sparse."""
+        """Return the layers to make sparse, by name."""
         return sparse_layers(module, self.layers, gate_submodules(module))
 
     @override
@@ -153,13 +156,13 @@ class SparseCallback(pl.Callback):
             announce_masks(pl_module, saved_masks(checkpoint))
         elif self.state_key not in checkpoint["callbacks"]:
             raise RuntimeError(
-                f"The checkpoint has no masks of {self.state_key}: it was trained without it. "
-                "Start a new training from its weights, or resume without the callback."
+                f"The checkpoint has no masks of {self.state_key}: start a new training run from "
+                "its weights, or resume without the callback."
             )
 
     def _connect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give layers their masks: those of a checkpoint, given ones, or new ones."""
-        if self._seed is None:  # a resumed run goes on with its own
+        """Set the layers' masks from a checkpoint, from the user, or create them."""
+        if self._seed is None:  # a resumed run keeps its seed
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
         saved, given, self._loaded_state, self._user_masks = (
@@ -190,19 +193,19 @@ class SparseCallback(pl.Callback):
         check_equal_masks(trainer, self.connections.values())
 
     def made_masks(self) -> dict[str, Tensor]:
-        """Return the first masks of a model that has none."""
+        """Create the initial masks of a model that has none."""
         wanted = layer_densities(self._layers, self.sparsity, self.distribution)
         seed = self._seed if self.initial == "random" else None
         return sample_masks(self._layers, wanted, self.structure, seed)
 
     @override
     def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self._loaded_state is not None:  # loaded late, as by a search for a learning rate
+        if self._loaded_state is not None:  # loaded late, as in a learning-rate search
             self._connect(trainer, pl_module)
         if self._is_new and trainer.global_step > 0:
             raise RuntimeError(
-                f"Training goes on at step {trainer.global_step} without masks of "
-                f"{type(self).__name__}: resume from a checkpoint that has them, or start anew."
+                f"Training continues at step {trainer.global_step} without masks of "
+                f"{type(self).__name__}: resume from a checkpoint that has them, or start over."
             )
         check_step_counting(self, trainer, pl_module)
         if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:
@@ -211,7 +214,7 @@ class SparseCallback(pl.Callback):
             self.reset()
 
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        """Return None for a step after which connections change, see `CapturedSteps`."""
+        """Return the graph key, None if connections change next, see `CapturedSteps`."""
         layers, step = self.connections.values(), trainer.global_step + 1
         due = self._due or any(self.changes_after(step, layer.changed_at) for layer in layers)
         return None if due else tuple(layer.full for layer in layers)
@@ -224,7 +227,7 @@ class SparseCallback(pl.Callback):
             after_step = partial(self._after_step, trainer, pl_module)
             self._handles[optimizer] = optimizer.register_step_post_hook(after_step)
         step = trainer.global_step + 1
-        if self._due and step != self._step:  # the last step was not made, as by a loss scaler
+        if self._due and step != self._step:  # for example, a loss scaler skipped the last step
             self._skip(self._due)
         layers = self._layers_of(optimizer)
         self._step = step
@@ -249,7 +252,7 @@ class SparseCallback(pl.Callback):
         if not due:
             return
         masks, scores = self.new_masks(trainer, self._step, due)
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused step that a scaler skips
+        found_inf = getattr(optimizer, "found_inf", None)  # 1 if a scaler skips a fused step
         if found_inf is not None:
             scores = [*scores, found_inf / (1 - found_inf)]
         if not change_connections(masks, optimizer, scores):
@@ -267,13 +270,13 @@ class SparseCallback(pl.Callback):
             layer.check_not_replaced(live)
 
     def _skip(self, due: list[SparseLayer]) -> None:
-        """Skip a change, until the next one is due."""
+        """Skip a change, and warn unless it is retried after the next step."""
         if self.retry_skipped:
             return
         for layer in due:
             layer.changed_at = self._step
         rank_zero_warn(
-            f"{type(self).__name__} leaves the update of step {self._step} out: a gradient or a "
+            f"{type(self).__name__} skipped the update at step {self._step}: a gradient or a "
             "weight is not finite."
         )
 
@@ -303,7 +306,7 @@ class SparseCallback(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self._loaded_state or {  # which was loaded, and training has not started
+        return self._loaded_state or {  # loaded, but training has not started
             "connections": {name: layer.state_dict() for name, layer in self.connections.items()},
             "seed": self._seed,
         }
@@ -315,10 +318,10 @@ class SparseCallback(pl.Callback):
 
 
 class StaticSparse(SparseCallback):
-    """Trains a sparse net with fixed random connections: the baseline of rewiring.
+    """Trains a sparse net with fixed random connections, a baseline for rewiring.
 
-    Also continues the training of a net that was pruned elsewhere, see `masks`. Takes the arguments
-    of `Sparse`, and logs the same keys as `RigL`.
+    It can also continue to train a net that was pruned elsewhere, see `masks`. It takes the
+    arguments of `SparseCallback` and logs the same keys as `RigL`.
 
     >>> StaticSparse(sparsity={"fc1": 0.8}).sparsity
     {'fc1': 0.8}
@@ -326,23 +329,23 @@ class StaticSparse(SparseCallback):
 
 
 class Rewiring(SparseCallback):
-    """Drops connections and grows as many: the base of `RigL` and `SET`.
+    """Base class of `RigL` and `SET`, which drop connections and grow as many.
 
     Args:
         sparsity: The share of weights that are 0, over all layers or by name pattern.
-        distribution: How it is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers; None for all outside of gates.
-        structure: `unstructured`; `block:16` for squares of 16 x 16; `2:4` for 2 of every 4 inputs;
-            `fan_in` for the same number of inputs for every output.
+        distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
+        layers: Name patterns of linear and convolution layers (default: all outside of gates).
+        structure: `unstructured`, `block:16` for squares of 16 x 16, `2:4` for 2 of every 4 inputs,
+            or `fan_in` for the same number of inputs for every output.
         every_n_steps: Optimizer steps between updates.
         drop_fraction: The share of connections that the first update drops.
-        drop_shape: How that share falls until the last update.
+        drop_shape: How that share decreases until the last update.
         until: When updates end.
         exclude_just_dropped: Whether connections that were just dropped may not grow again.
-        initial: The first connections: `random`, or those of the largest weights (`magnitude`).
-        masks: A checkpoint to take the first masks from: of this package, or pruned with
+        initial: The initial connections: `random`, or those with the largest weights (`magnitude`).
+        masks: A checkpoint to take the initial masks from, saved by this package or pruned with
             torch.nn.utils.prune or Lightning's ModelPruning.
-        seed: Seed of random connections; None for the seed of the run.
+        seed: Seed of random connections (default: the seed of the run).
     """
 
     @checked
@@ -374,16 +377,16 @@ class Rewiring(SparseCallback):
         return self.schedule.resolve(clock, type(self).__name__)
 
     def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return the new mask of a layer, from the scores for keeping and for growing."""
+        """Return a layer's new mask from the scores for keeping and growing."""
         fraction = self.schedule.fraction(step)
         return layer.rewired_mask(keep, grow, fraction, self.exclude_just_dropped)
 
 
 class SET(Rewiring):
-    """Trains a sparse net, and moves connections of small weight to random places.
+    """Trains a sparse net and moves connections of small weight to random places.
 
-    Like `RigL`, but without the gradient. Random places are identical on all ranks. Takes the
-    arguments of `Rewiring`, and logs the same keys as `RigL`.
+    It works like `RigL`, but without the gradient. Random places are identical on all ranks. It
+    takes the arguments of `Rewiring` and logs the same keys as `RigL`.
 
     (Mocanu, Mocanu, Stone, Nguyen, Gibescu, Liotta: "Scalable training of artificial neural
     networks with adaptive sparse connectivity inspired by network science", arXiv:1707.04780.)

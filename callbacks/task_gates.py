@@ -1,4 +1,4 @@
-"""A gate for each task, which protects what the task has learned."""
+"""Learn a gate for each task and protect what finished tasks have learned."""
 
 from typing import Any
 
@@ -18,34 +18,34 @@ from dg_lightning.training.averaging import check_no_running_state
 
 
 class TaskGates(pl.Callback):
-    """Learns a static gate for each task of a sequence, and protects what finished tasks use.
+    """Learns static gates for each task and protects what finished tasks use.
 
-    The gates of a model decide for the current task, and become hard as their temperature falls.
-    When a task is finished, its gates are kept, and so are all weights between units that it opens:
-    gradients do not reach them, and no optimizer moves them. So what was learned is never lost, to
-    the last bit. Later tasks may use these units, and learn with all others. What has no gate
-    (norms, embeddings, maps without gates) is protected with the first task. If tasks have classes
-    of their own, a task's gates answer with these alone, as with `TaskHeads`.
+    The gates of a model learn the current task and become hard as their temperature falls. When a
+    task is finished, its gates are saved and all weights between units that it opens are protected:
+    no gradient reaches them and no optimizer changes them. So what was learned never changes, to
+    the last bit. Later tasks may use these units and train all others. Parameters without a gate
+    (norms, embeddings, ungated linear layers) are protected with the first task. If tasks have
+    different classes, a task's gates answer with its classes alone, as with `TaskHeads`.
 
-    An evaluation uses the gates of each batch's task if the data tells it. Otherwise, and always in
-    `predict`, the net runs with the gates of every task learned so far, and each sample gets the
-    output with the least entropy; steps must call the LightningModule as `self(x)` then. A test
-    counts all these passes in `compute/macs`, as often as `tasks/passes` says, and
+    An evaluation uses the gates of each batch's task if the data provides the task. Otherwise, and
+    always in `predict`, the net runs with the gates of every task learned so far, and each sample
+    gets the output with the lowest entropy. Steps must then call the LightningModule as `self(x)`.
+    In a test, `compute/macs` counts all of these passes (`tasks/passes` per sample), and
     `compute/macs_share` relates them to as many passes of the dense net.
 
     Args:
-        weight: Weight of a penalty on the mean p of the units that are still free, which leaves
-            some to later tasks.
+        weight: Weight of a penalty on the mean p of units that are still free, which keeps some
+            units for later tasks.
         start: Temperature at the start of a task, relative to that of the gates.
-        end: Temperature at its end, likewise.
-        head: Name of the linear map that makes the logits, for tasks with classes of their own;
-            None for the last one.
+        end: Temperature at the end of a task, relative to that of the gates.
+        head: Name of the linear layer that computes the logits, for tasks with different classes
+            (default: the last one).
 
     | logged key | meaning |
     |---|---|
     | `tasks/units_used` | share of gated units that finished tasks use |
-    | `tasks/weights_protected` | share of weights that they use |
-    | `tasks/passes` | in evaluation: passes of the net for a sample |
+    | `tasks/weights_protected` | share of weights that finished tasks use |
+    | `tasks/passes` | forward passes per sample in an evaluation |
 
     >>> TaskGates(weight=0.5).weight
     0.5
@@ -68,7 +68,7 @@ class TaskGates(pl.Callback):
         self.start, self.end = start, end
         self.head = head
         self.finished: list[dict[str, Tensor]] = []  # open blocks of each gate, by task
-        self._temperatures: dict[str, float] = {}  # that gates were made with
+        self._temperatures: dict[str, float] = {}  # initial temperatures of the gates
         self._knows_tasks = False
         self._forget()
 
@@ -79,7 +79,7 @@ class TaskGates(pl.Callback):
         self._protection: Protection | None = None
         self._figures = {"tasks/units_used": 0.0, "tasks/weights_protected": 0.0}
         self._handles: dict[Any, Any] = {}
-        self._calls: list[bool] = []  # of the module that run: whether they call it once more
+        self._calls: list[bool] = []  # running calls of the module: whether each calls it again
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,7 +102,7 @@ class TaskGates(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         gates = self._find_gates(pl_module).gates
-        if not self._temperatures:  # a resumed run has them
+        if not self._temperatures:  # already known in a resumed run
             self._temperatures = {name: float(gate.temperature) for name, gate in gates.items()}
 
     @override
@@ -129,7 +129,7 @@ class TaskGates(pl.Callback):
             self._finish(trainer)
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        """Keep the gates of the current task, and begin the next one."""
+        """Save the gates of the current task and start the next one."""
         assert self._by_task is not None
         assert self._protection is not None
         self._by_task.finish()
@@ -143,7 +143,7 @@ class TaskGates(pl.Callback):
             if not self._by_task.free(name).any():
                 rank_zero_warn(
                     f"{name} has no free unit left for task {task}, which can only combine what "
-                    "earlier tasks have learned: raise `weight`, or make the layer wider."
+                    "earlier tasks learned: raise `weight`, or make the layer wider."
                 )
         units, weights = self._figures.values()
         rank_zero_info(
@@ -181,7 +181,7 @@ class TaskGates(pl.Callback):
         log_step(pl_module, self._figures)
 
     def use(self, task: int) -> None:
-        """Use the gates and classes of a finished task, or of the current one if it is not."""
+        """Use the gates and classes of a finished task, otherwise of the current one."""
         assert self._data is not None
         assert self._by_task is not None
         assert self._heads is not None
@@ -194,16 +194,16 @@ class TaskGates(pl.Callback):
     def _choose_task(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Any
     ) -> Any:
-        """Return the outputs of the task that is least uncertain, for each sample."""
-        around_another = self._calls.pop()  # DDP calls a step as if it were `forward`
+        """Return, for each sample, the output of the least uncertain task."""
+        around_another = self._calls.pop()  # DDP runs a step inside a call of the module
         if self._calls:
             self._calls[-1] = True
         if module.training or around_another:
             return logits
         if not isinstance(logits, Tensor):
             raise TypeError(
-                "TaskGates chooses among tasks by the class logits, which `forward` must return as "
-                f"a tensor, got {type(logits).__name__}."
+                "TaskGates chooses the task from the class logits: `forward` must return them as a "
+                f"tensor, got {type(logits).__name__}."
             )
         outputs = []
         for task in range(len(self.finished)):
@@ -215,8 +215,8 @@ class TaskGates(pl.Callback):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._knows_tasks:
             raise ValueError(
-                "TaskGates knows no task: give the checkpoint of a training (`ckpt_path`), or use "
-                "the callback that was trained with."
+                "TaskGates has not learned any task: pass a checkpoint (`ckpt_path`), or use the "
+                "callback of the training run."
             )
         self._find_gates(pl_module)
         self.use(len(self.finished))
@@ -261,7 +261,7 @@ class TaskGates(pl.Callback):
         for handle in self._handles.values():
             handle.remove()
         if self._by_task is not None:
-            self._by_task.use(len(self.finished))  # as after an interrupted evaluation
+            self._by_task.use(len(self.finished))  # in case an evaluation was interrupted
         if self._protection is not None:
             self._protection.end()
         if self._heads is not None:

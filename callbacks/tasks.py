@@ -1,4 +1,4 @@
-"""Tasks in sequence: heads, measures, and EWC."""
+"""Train on a sequence of tasks: heads, metrics and EWC."""
 
 import math
 from typing import Any
@@ -32,14 +32,14 @@ from ._shared import mean_over_ranks
 
 
 class TaskHeads(pl.Callback):
-    """Leaves a model only the classes of the task at hand, as a head for each task would.
+    """Restricts the logits to the classes of the current task.
 
-    In training that is the current task, in evaluation the task of the batch. All classes stay open
-    if the data does not tell the task (`TaskSequence(labels="class")`), and while all tasks are
-    trained together (`joint`).
+    This is equivalent to a separate head for each task. Training uses the current task, evaluation
+    the task of the batch. All classes remain if the data does not provide the task
+    (`TaskSequence(labels="class")`), and while all tasks are trained together (`joint`).
 
     Args:
-        head: Name of the linear map that makes the logits; None for the last one.
+        head: Name of the linear layer that computes the logits (default: the last one).
 
     >>> TaskHeads(head="output").head
     'output'
@@ -101,29 +101,29 @@ class TaskHeads(pl.Callback):
         return {**self.__dict__, "_heads": None, "_data": None}
 
 
-_NOT_MEASURED = -1.0  # in checkpoints, where values are compared
+_NOT_MEASURED = -1.0  # replaces NaN in checkpoints, so that they compare equal
 
 
 class TaskMonitor(pl.Callback):
-    """Measures the accuracy on every task after learning each, and what follows from it.
+    """Measures accuracy, forgetting and transfer over a sequence of tasks.
 
     `validation_step` and `test_step` must return the class logits, as a tensor or under the key
-    `logits`; the labels must be the second item of the batch. Validation after the last epoch of a
-    task gives its row of the matrix, which is written to `tasks.csv` in the folder of the run.
+    `logits`, and the labels must be the second item of the batch. Validation after a task's last
+    epoch gives its row of the accuracy matrix, which is written to `tasks.csv` in the run's folder.
 
     | logged key | meaning |
     |---|---|
-    | `tasks/current` | the task that is trained |
+    | `tasks/current` | index of the task being trained |
     | `tasks/accuracy/<task>` | accuracy on a task |
     | `tasks/average_accuracy` | mean over the tasks learned so far |
     | `tasks/accuracy_when_learned` | mean of each task's accuracy right after learning it |
-    | `tasks/forgetting` | what earlier tasks have lost since they were learned, on average |
-    | `tasks/backward_transfer` | the opposite |
-    | `tasks/forward_transfer` | by how much tasks exceed chance before they are learned |
-    | `tasks/plasticity` | by how much the last ten tasks are learned better than the first ten |
-    | `tasks/overlap` | share of open units that two learned tasks have in common, on average |
+    | `tasks/forgetting` | mean accuracy that earlier tasks lost since they were learned |
+    | `tasks/backward_transfer` | mean accuracy that earlier tasks gained since then |
+    | `tasks/forward_transfer` | mean accuracy above chance right before a task is learned |
+    | `tasks/plasticity` | accuracy when learned, of the last ten tasks minus the first ten |
+    | `tasks/overlap` | mean share of open units that two learned tasks have in common |
 
-    In a test, accuracies are those of the test part, and forgetting and transfer stay those of the
+    In a test, accuracies are those on the test split. Forgetting and transfer remain those of the
     last validation.
 
     >>> TaskMonitor().learned
@@ -131,9 +131,9 @@ class TaskMonitor(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.learned = 0  # the task that is being learned, or was learned last
-        self.matrix = torch.empty(0, 0)  # of validations; NaN where there was none
-        self._counts = AccuracyMatrix(0)  # of the evaluation that runs
+        self.learned = 0  # the current task, or the last one learned
+        self.matrix = torch.empty(0, 0)  # validation accuracies, NaN if not measured
+        self._counts = AccuracyMatrix(0)  # current evaluation
         self._data: TaskData | None = None
         self._watched: list[GateLike] = []
         self._opened: dict[int, tuple[Tensor, int]] = {}  # by task: sum over batches, batches
@@ -153,9 +153,8 @@ class TaskMonitor(pl.Callback):
         partly = every is None or epochs % every or trainer.limit_val_batches != 1.0
         if partly and not trainer.fast_dev_run:
             rank_zero_warn(
-                "TaskMonitor measures a task when it ends, on all of its validation samples: let "
-                f"`check_val_every_n_epoch` divide the {epochs} epochs of a task, and leave "
-                "`limit_val_batches` alone; its figures may miss tasks otherwise."
+                "TaskMonitor may miss tasks: let `check_val_every_n_epoch` divide the "
+                f"{epochs} epochs of a task, and leave `limit_val_batches` at its default."
             )
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -197,7 +196,7 @@ class TaskMonitor(pl.Callback):
         self._log(trainer, pl_module, self.matrix)
         if trainer.state.fn == "fit":
             pl_module.log("tasks/current", float(self.learned))
-            folder = run_folder(trainer)  # which processes agree on
+            folder = run_folder(trainer)  # all processes must call this
             if trainer.is_global_zero:
                 rows = [range(len(self.matrix)), *self.matrix.tolist()]
                 lines = [",".join(map(str, row)) for row in rows]
@@ -208,7 +207,7 @@ class TaskMonitor(pl.Callback):
         self._log(trainer, pl_module, self._counts.compute().cpu())
 
     def _log(self, trainer: Any, pl_module: pl.LightningModule, now: Tensor) -> None:
-        """Log the figures of one evaluation, and of the validations before it."""
+        """Log the figures of this evaluation and of earlier validations."""
         assert self._data is not None
         figures = self._figures(now)
         if len(self._opened) > self.learned > 0 and self._data.tells_task:
@@ -216,7 +215,7 @@ class TaskMonitor(pl.Callback):
             rates = mean_over_ranks(trainer, torch.stack(each[: self.learned + 1]))
             figures["tasks/overlap"] = overlap(rates.cpu())
         for key, value in figures.items():
-            if not math.isnan(value):  # what was measured
+            if not math.isnan(value):
                 pl_module.log(key, value)
 
     def _figures(self, now: Tensor) -> dict[str, float]:
@@ -252,9 +251,9 @@ class TaskMonitor(pl.Callback):
 
 
 class EWC(pl.Callback):
-    """Pulls weights back to what earlier tasks have learned, the more they mattered.
+    """Pulls weights towards those of earlier tasks, by their importance.
 
-    How much a weight mattered is the mean square of its gradients in the last epoch of a task (a
+    The importance of a weight is the mean square of its gradients in the last epoch of a task (the
     diagonal of the empirical Fisher information), summed over tasks. The pull is added to the
     gradient of a step, so the logged loss is that of the task.
 
@@ -262,7 +261,7 @@ class EWC(pl.Callback):
     arXiv:1612.00796.)
 
     Args:
-        weight: Weight of the quadratic penalty, λ of the publication.
+        weight: Weight of the quadratic penalty, λ in the paper.
 
     >>> EWC(weight=100.0).weight
     100.0
@@ -278,7 +277,7 @@ class EWC(pl.Callback):
 
     def _reset(self) -> None:
         self.task = 0
-        # By name of the weight: importance, importance times the weights of each task, and squares.
+        # By weight name: importance, importance times weight summed over tasks, squared gradients.
         self._importance: dict[str, Tensor] = {}
         self._anchored: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
@@ -312,9 +311,9 @@ class EWC(pl.Callback):
         for name, parameter in _learned(pl_module).items():
             if parameter.grad is None or id(parameter) not in held:
                 continue
-            # In half precision squares would vanish, and what is anchored would be rounded away.
+            # In half precision, squares would underflow and the anchors would be rounded away.
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            square = parameter.grad.to(wide).square()  # not where a loss scaler will skip the step
+            square = parameter.grad.to(wide).square()  # not finite if a loss scaler skips the step
             _add(self._squares, name, torch.where(square.isfinite().all(), square, 0))
             self._steps[name] = self._steps.get(name, 0) + 1
             if name in self._importance:

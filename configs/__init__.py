@@ -1,4 +1,4 @@
-"""Configs shipped with the package, found by short name (`digits/dynamicgate`)."""
+"""Configs shipped with the package, named like `digits/dynamicgate`."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -66,7 +66,7 @@ def option_values(args: list[str], *names: str) -> Iterator[str]:
 
 
 def resolve_config_paths(args: list[str]) -> list[str]:
-    """Replace short names of shipped configs by their paths."""
+    """Replace short names of shipped configs with their paths."""
     resolved = list(args)
     for index, argument in enumerate(resolved):
         option, equals, value = argument.partition("=")
@@ -91,18 +91,18 @@ def config_path(name: str) -> str:
             raise cli_error(f"{short} needs W&B: pip install wandb wandb-workspaces.")
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
     near = get_close_matches(short, shipped, n=1)
-    hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists those that ship."
+    hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists the shipped ones."
     raise cli_error(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
 
 
 def _check_yaml(path: str) -> None:
-    """Refuse a file that is not a YAML mapping of plain values."""
+    """Check that a file is a YAML mapping of plain values."""
     try:
         text = Path(path).read_text("utf-8")
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if getattr(event, "tag", None) is not None:
                 line = event.start_mark.line + 1
-                raise cli_error(f"{path}, line {line}: a config holds plain values, not tags.")
+                raise cli_error(f"{path}, line {line}: a config must hold plain values, not tags.")
         settings = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise cli_error(f"{path} is not text: {error}.", error) from error
@@ -117,13 +117,13 @@ def _check_yaml(path: str) -> None:
 
 
 def _check_keys(path: str, node: yaml.Node) -> None:
-    """Refuse duplicate keys: the first value would be lost."""
+    """Check for duplicate keys, of which YAML would keep only the last."""
     seen = set()
     for item in node.value if isinstance(node, yaml.CollectionNode) else ():
         key, value = item if isinstance(item, tuple) else (None, item)
         if key is not None and key.value in seen:
             line = key.start_mark.line + 1
-            raise cli_error(f"{path}, line {line}: {key.value!r} stands twice: keep one of them.")
+            raise cli_error(f"{path}, line {line}: duplicate key {key.value!r}: keep one.")
         if key is not None and isinstance(key.value, str):
             seen.add(key.value)
         _check_keys(path, value)

@@ -22,14 +22,14 @@ from ._splits import Draws
 RATE = 16_000  # samples per second
 _FULL_SCALE = 32_768  # 16-bit audio
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_MAX_TAPS = 10**7  # of the filters that convert a rate
+_MAX_TAPS = 10**7  # length of the resampling filters
 
 
 @dataclass(frozen=True)
 class FrontEnd:
     """Settings of the log-mel features; times in samples at 16 kHz."""
 
-    length: int  # of the clip, from its start; the rest is ignored
+    length: int  # samples used, from the start of the clip
     n_fft: int
     window: int
     hop: int
@@ -45,7 +45,7 @@ FRONT_ENDS = {
 
 
 class LogMel:
-    """Compute log-mel features in decibels from 16-bit audio, standardised per clip."""
+    """Computes log-mel features in decibels from 16-bit audio, standardised per clip."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
@@ -68,7 +68,7 @@ class LogMel:
 
 
 class ShiftAndNoise:
-    """Shift clips in time and add background noise, for a whole batch at once.
+    """Shifts clips in time and adds background noise, for a whole batch at once.
 
     Args:
         shift: Maximum shift in either direction, in samples; gaps are filled with silence.
@@ -110,7 +110,7 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
     except (wave.Error, EOFError) as error:
         raise ValueError(
             f"{path} is damaged, or not an integer WAV file ({os.path.getsize(path)} bytes: "
-            f"{error}): get it again."
+            f"{error}): replace it."
         ) from error
     rate, channels = parameters.framerate, parameters.nchannels
     if (bits := _bits_per_sample(path)) != 16:
@@ -119,26 +119,24 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
     if len(content) < expected or not content:
         raise ValueError(
             f"{path} is damaged: its header promises {expected} bytes of audio, got "
-            f"{len(content)}; get it again."
+            f"{len(content)}; replace it."
         )
     samples = np.frombuffer(content, "<i2").reshape(-1, channels)
     if (rate, channels) == (RATE, 1):
         return samples[:, 0]
     if on_mismatch == "refuse":
         raise ValueError(
-            f"{path} must have {RATE} samples per second in one channel, got {rate} in {channels}: "
-            "choose on_mismatch='convert', or convert the file."
+            f"{path} must have one channel at {RATE} Hz, got {channels} at {rate} Hz: set "
+            "on_mismatch='convert', or convert the file."
         )
     taps = rate // gcd(rate, RATE) * (RATE // gcd(rate, RATE)) if rate else 0
     if not _MIN_RATE <= rate <= _MAX_RATE or taps > _MAX_TAPS:
-        raise ValueError(
-            f"{path} must have a usual number of samples per second, got {rate}: convert the file."
-        )
+        raise ValueError(f"{path} must have a common sample rate, got {rate} Hz: convert the file.")
     return _resample(samples, rate)
 
 
 def _bits_per_sample(path: str) -> int:
-    """Return what the header says; Python's reader rounds it up to whole bytes."""
+    """Read the sample size from the header; Python's reader rounds it up to whole bytes."""
     with open(path, "rb") as file:
         file.read(12)
         while len(head := file.read(8)) == 8:
@@ -146,7 +144,7 @@ def _bits_per_sample(path: str) -> int:
             if kind == b"fmt ":
                 return int.from_bytes(file.read(16)[14:], "little")
             file.seek(size + size % 2, os.SEEK_CUR)
-    raise ValueError(f"{path} is damaged: it has no `fmt` chunk; get it again.")
+    raise ValueError(f"{path} is damaged: it has no `fmt` chunk; replace it.")
 
 
 def _resample(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
@@ -159,7 +157,7 @@ def _resample(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
 
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
-LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}  # all others are for training
+LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}  # the rest is for training
 _PAPER_SILENCE = {"train": 2000, "val": 300, "test": 300}
 # Each split cuts silence from its own segment of every recording, as fractions of its length.
 _SEGMENTS = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
@@ -184,8 +182,8 @@ def list_clips(
             parts[listed.pop(clip, "train")][clip] = label
     if listed:
         rank_zero_warn(
-            f"{len(listed)} clips listed in {folder} are missing: this is a subset, or not "
-            "completely unpacked."
+            f"{len(listed)} clips listed in {folder} are missing: this is a subset, or was not "
+            "unpacked completely."
         )
     if unknown == "subsampled":
         for clips in parts.values():

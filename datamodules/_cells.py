@@ -1,4 +1,4 @@
-"""Read cells, prepare their genes, and decode them into arrays."""
+"""Read cells, preprocess their genes, and decode them into arrays."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -47,14 +47,14 @@ def read_cells(path: Path) -> "AnnData":
         kind = "an .h5ad file" if path.is_file() else "a 10x matrix"
         what = f"{type(error).__name__}: {first}"
         raise ValueError(
-            f"{path} cannot be read as {kind} ({what}): write it anew with the tool that made it, "
-            "or get it again."
+            f"{path} cannot be read as {kind} ({what}): re-export it with the tool that wrote "
+            "it, or replace it."
         ) from error
     return cells
 
 
 def _check_h5ad(path: Path) -> None:
-    """Raise ValueError for a file that reads other files, or would fill the memory."""
+    """Raise ValueError if a file reads other files, or would fill the memory."""
     import h5py
 
     size = 0
@@ -77,12 +77,12 @@ def _check_h5ad(path: Path) -> None:
 
 
 def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
-    """Return counts or log-normalised values, checked, as float32 CSR (cells, genes).
+    """Return validated counts or log-normalised values as float32 CSR (cells, genes).
 
     Args:
         cells: The cells.
         layer: The layer to read; X if None.
-        values: `counts` or `log`: the expected content.
+        values: Expected content, `counts` or `log`.
     """
     from scipy.sparse import csr_matrix
 
@@ -90,38 +90,38 @@ def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
     if layer is not None and layer not in cells.layers:
         raise ValueError(f"`layer` must be a layer of the data{_layers(cells)}, got {layer!r}.")
     if not cells.n_obs or not cells.n_vars:
-        raise ValueError(f"The data has {cells.n_obs} cells and {cells.n_vars} genes: give more.")
+        raise ValueError(f"The data has {cells.n_obs} cells and {cells.n_vars} genes: add some.")
     source = cells.X if layer is None else cells.layers[layer]
     if source is None:
-        raise ValueError(f"The data has no X: name a `layer` with counts{_layers(cells)}.")
+        raise ValueError(f"The data has no X: set `layer` to one with counts{_layers(cells)}.")
     found = csr_matrix(source, dtype=np.float32, copy=True)
     found.sum_duplicates()
     found.eliminate_zeros()
     if not np.isfinite(found.data).all():
-        raise ValueError(f"{where} has values that are not finite: give counts.")
+        raise ValueError(f"{where} has values that are not finite: use counts.")
     if (found.data < 0).any():
         raise ValueError(
-            f"{where} has negative values, so it is already scaled: name a `layer` with "
-            f"counts{_layers(cells)}, or `layer: raw` for `.raw`."
+            f"{where} has negative values, so it is already scaled: set `layer` to one with "
+            f"counts{_layers(cells)}, or to `raw` for `.raw`."
         )
     if values == "counts" and (found.data != np.floor(found.data)).any():
         raise ValueError(
             f"{where} has fractional values, so it is already normalised: "
-            f"name a `layer` with counts{_layers(cells)}, `layer: raw` for `.raw`, or use the "
-            "values as they are with `values: log`."
+            f"set `layer` to one with counts{_layers(cells)}, or to `raw` for `.raw`, or use "
+            "the normalised values with `values: log`."
         )
     if values == "log" and found.nnz and (found.data == np.floor(found.data)).all():
         raise ValueError(f"{where} has only integers, so it holds counts: omit `values`.")
     if values == "log" and found.data.max(initial=0) > _MAX_LOG:
         raise ValueError(
-            f"{where} has values up to {found.data.max():.0f}, so it is not log-normalised: leave "
-            "`values` at counts."
+            f"{where} has values up to {found.data.max():.0f}, so it is not log-normalised: "
+            "omit `values`."
         )
     empty = np.flatnonzero(found.getnnz(1) == 0)
     if len(empty):
         raise ValueError(
             f"{len(empty)} cells of {where} have no counts, the first is "
-            f"{cells.obs_names[empty[0]]}: leave them out."
+            f"{cells.obs_names[empty[0]]}: remove them."
         )
     return found
 
@@ -147,7 +147,7 @@ def select_variable_genes(
     """Return the most variable genes, in the order of the data.
 
     Use `seurat_v3` for counts and `seurat` for log-normalised values. Genes expressed in fewer than
-    `min_cells` cells are excluded: many of them would make the regression singular.
+    `min_cells` cells are excluded, because many of them would make the regression singular.
     """
     import anndata
     import scanpy
@@ -156,14 +156,14 @@ def select_variable_genes(
     if number > len(candidates):
         raise ValueError(
             f"`genes` must be at most {len(candidates)}, got {number}"
-            + (f": that many are expressed in {min_cells} training cells." if min_cells else ".")
+            + (f": only these are expressed in {min_cells} training cells." if min_cells else ".")
         )
     means = np.asarray(values[:, candidates].mean(0)).ravel()
     squares = np.asarray(values[:, candidates].power(2).mean(0)).ravel()
     varying = int((squares - means**2 > 1e-8 * np.maximum(squares, 1e-12)).sum())
     if varying < max(3, number):
         raise ValueError(
-            f"`genes` must be at most {varying}, got {number}: only so many vary between cells."
+            f"`genes` must be at most {varying}, got {number}: only these vary between cells."
         )
     try:
         found = scanpy.pp.highly_variable_genes(
@@ -173,9 +173,9 @@ def select_variable_genes(
             inplace=False,
             check_values=False,
         )
-    except ValueError as error:  # from the regression
+    except ValueError as error:  # the regression failed
         raise ValueError(
-            f"{values.shape[0]} cells are too few to select variable genes ({error}): remove "
+            f"{values.shape[0]} cells are not enough to select variable genes ({error}): remove "
             "rarely expressed genes, for example with "
             "scanpy.pp.filter_genes(cells, min_cells=3)."
         ) from error
@@ -183,7 +183,7 @@ def select_variable_genes(
 
 
 def leiden_clusters(normal: Any, genes: NDArray[np.int64]) -> NDArray[Any]:
-    """Compute the paper's labels: Leiden clusters of log-normalised values."""
+    """Compute the labels of the paper: Leiden clusters of log-normalised values."""
     import anndata
     import scanpy
 
@@ -212,18 +212,18 @@ def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any
     """Return a column of `obs` or of a CSV file indexed by barcode; None where empty."""
     table = cells.obs if file is None else _read_csv(file)
     if column not in table.columns:
-        known = ", ".join(map(str, table.columns)) or "none there"
+        known = ", ".join(map(str, table.columns)) or "no columns"
         raise ValueError(
             f"`label_column` must be a column of {file or 'obs'} ({known}), got {column!r}"
-            + (": labels in a CSV file need `label_file`." if file is None else ".")
+            + (": for a column of a CSV file, set `label_file`." if file is None else ".")
         )
     if not table.index.is_unique:
         twice = table.index[table.index.duplicated()][0]
-        raise ValueError(f"{file or 'obs'} names cell {twice!r} more than once.")
+        raise ValueError(f"{file or 'obs'} lists cell {twice!r} more than once.")
     if not table.index.isin(cells.obs_names).any():
         raise ValueError(
-            f"{file} has none of the cells: its barcodes look like {table.index[0]!r}, those of "
-            f"the data like {cells.obs_names[0]!r}."
+            f"{file} has none of the cells: its barcodes look like {table.index[0]!r}, but those "
+            f"of the data like {cells.obs_names[0]!r}."
         )
     values = table[column].reindex(cells.obs_names)
     if values.dtype.kind == "f" and (values.dropna() % 1 == 0).all():
@@ -233,7 +233,7 @@ def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any
     if file is None:
         names[names == "nan"] = None  # a missing value that was converted to a string
     if not any(name is not None for name in names):
-        raise ValueError(f"No cell has a label in column {column!r}: name another.")
+        raise ValueError(f"No cell has a label in column {column!r}: choose another.")
     return names
 
 
@@ -250,8 +250,8 @@ def _read_csv(file: Path) -> Any:
     return table.set_index(table.columns[0])
 
 
-_MAX_MISSING = 0.1  # share of the input genes
-_MAX_NAMED = 10  # missing genes listed in a message
+_MAX_MISSING = 0.1  # share of the input genes that data may lack
+_MAX_NAMED = 10  # genes listed in a message
 
 
 @dataclass(frozen=True)
@@ -260,15 +260,15 @@ class CellPreparation:
 
     Args:
         input_genes: Names of the input genes, in order.
-        total_genes: Names of the genes that are summed to a cell's total count: all genes of the
+        total_genes: Names of the genes that count towards a cell's total: all genes of the
             training data. Empty if the values were already log-normalised.
-        target_sum: Total count that every cell is scaled to before the logarithm.
+        target_sum: Total count to which every cell is scaled before the logarithm.
         mean: Mean of each input; None if inputs are not standardised.
         std: Standard deviation of each input.
         class_names: Names of the classes, in the order of the outputs.
         seen: Fingerprints of the cells in each split of the training data.
-        seen_labels: Their classes, if labels are clusters: clustering other cells would give
-            different ones.
+        seen_labels: Classes of these cells if labels are clusters, because clustering other cells
+            would give different classes.
     """
 
     input_genes: Sequence[str]
@@ -294,7 +294,7 @@ class CellPreparation:
         names = {entry.name for entry in fields(cls)}
         needed = {"input_genes", "total_genes", "class_names"}
         if values.get("kind") != "cells" or not needed <= values.keys() <= {*names, "kind"}:
-            raise ValueError("The checkpoint was not trained on cells: give one that was.")
+            raise ValueError("The checkpoint was not trained on cells: use one that was.")
         return cls(**{key: value for key, value in values.items() if key != "kind"})
 
     def align(self, genes: Sequence[str], values: Any) -> tuple[Any, Any]:
@@ -317,37 +317,37 @@ class CellPreparation:
         return _select_columns(normal, known, self.input_genes), raw
 
     def find_parts(self, prints: NDArray[np.int64]) -> list[str]:
-        """Return the training split of each cell, by fingerprint; empty if unseen."""
+        """Return the split that each cell had in training, by fingerprint; empty if unseen."""
         parts = np.full(len(prints), "", dtype=object)
-        for name in ("train", "val", "test"):  # of duplicates, the later split wins
+        for name in ("train", "val", "test"):  # the later split wins for duplicates
             parts[np.isin(prints, self.seen.get(name, ()))] = name
         found: list[str] = parts.tolist()
         return found
 
     def check_genes(self, names: Sequence[str]) -> None:
-        """Warn about missing and unknown genes; reject data that lacks too many."""
+        """Warn about missing and unknown genes; raise ValueError if too many are missing."""
         there = set(names)
         known = self.total_genes or self.input_genes
         missing = [name for name in self.input_genes if name not in there]
         if len(missing) > _MAX_MISSING * len(self.input_genes):
             raise ValueError(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
-                f"reads ({_short(missing)}); it has {_short(list(names))}: rename its genes."
+                f"expects ({_short(missing)}); it has {_short(list(names))}: rename its genes."
             )
         if missing:
             rank_zero_warn(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
-                f"reads; they are taken as not expressed, and cells that did express them are not "
+                f"expects; they count as not expressed, and cells that did express them are not "
                 f"recognised as training cells: {_short(missing)}."
             )
         absent = sum(name not in there for name in known) - len(missing)
         if absent and self.total_genes:
             rank_zero_warn(
-                f"The data lacks {absent} more of the {len(known)} genes whose counts made up a "
-                "cell's total at training, so values may be somewhat larger: give all genes."
+                f"The data lacks {absent} more of the {len(known)} genes that counted towards a "
+                "cell's total in training, so values may be slightly larger: provide all genes."
             )
         if unknown := len(there - set(known)):
-            rank_zero_info(f"{unknown} genes that no cell expressed at training are ignored.")
+            rank_zero_info(f"{unknown} genes that no training cell expressed are ignored.")
 
 
 def _short(names: list[str]) -> str:
@@ -355,7 +355,7 @@ def _short(names: list[str]) -> str:
 
 
 def _select_columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any:
-    """Select columns by name; missing ones are 0."""
+    """Select columns by name; missing columns are 0."""
     from scipy.sparse import csr_matrix
 
     there = [(place[name], index) for index, name in enumerate(names) if name in place]
@@ -368,7 +368,7 @@ def _select_columns(matrix: Any, place: Mapping[str, int], names: Sequence[str])
 
 
 class Standardize:
-    """Standardise every gene, in place."""
+    """Standardises every gene in place."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean = torch.tensor(mean)
@@ -391,7 +391,7 @@ def compute_fingerprints(raw: Any) -> NDArray[np.int64]:
     return hash_rows(texts)
 
 
-Names = NDArray[Any]  # of str, None if unlabelled
+Names = NDArray[Any]  # strings, or None if unlabelled
 Rows = dict[str, NDArray[np.int64]]
 
 
@@ -399,9 +399,9 @@ class CellDecoder:
     """Decodes cells into tables, fitting the preparation unless one is given.
 
     Args:
-        settings: The DataModule, read for its arguments.
+        settings: The DataModule, whose arguments are used.
         cells: Cells in memory; read from the DataModule's path if None.
-        preparation: Preparation of a checkpoint; fitted to the cells if None.
+        preparation: Preparation from a checkpoint; fitted to the cells if None.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ class CellDecoder:
         self.cells = read_cells(settings.path) if cells is None else cells
         if self.layer == "raw" and "raw" not in self.cells.layers:
             if self.cells.raw is None:
-                raise ValueError("The data has no `.raw`: omit `layer`, or name another.")
+                raise ValueError("The data has no `.raw`: omit `layer`, or choose another.")
             raw, self.layer = self.cells.raw.to_adata(), None
             raw.obs = self.cells.obs
             self.cells = raw
@@ -481,7 +481,7 @@ class CellDecoder:
         return metadata, matrix, labels, rows
 
     def _align(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
-        """Align the cells with a checkpoint; cells of its splits are recognised."""
+        """Align the cells with a checkpoint, and recognise the cells of its splits."""
         fitted = self.preparation
         assert fitted is not None
         fitted.check_genes(self.genes)
@@ -499,12 +499,12 @@ class CellDecoder:
                 f"The data has labels that the net does not know ({some}): their cells are "
                 "predicted but not tested."
             )
-            unlabelled = f"its labels ({some}) are none of {', '.join(fitted.class_names)}."
+            unlabelled = f"its labels ({some}) are not among {', '.join(fitted.class_names)}."
         parts = np.array(fitted.find_parts(prints))
         rows = {part: np.flatnonzero((parts == part) & (labels >= 0)) for part in ("train", "val")}
         rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
         if (labels >= 0).any():
-            unlabelled = "all labelled cells are cells that the net was trained on."
+            unlabelled = "the net was trained on all labelled cells."
         metadata = {
             "class_names": list(fitted.class_names),
             "input_genes": list(fitted.input_genes),
@@ -530,9 +530,9 @@ class CellDecoder:
             for print_, label in zip(fitted.seen[part], labels, strict=True)
         }
         if not known:
-            return none, f"name the label column with `label_column`; {self._list_columns()}."
+            return none, f"set `label_column` to the column with labels; {self._list_columns()}."
         names = np.array([known.get(print_) for print_ in prints.tolist()], dtype=object)
-        return names, "labels are clusters of training cells, and the data has none of these cells."
+        return names, "labels are clusters of training cells, and the data has none of them."
 
     def _labels(self, normal: Any) -> Names:
         s = self.settings
@@ -540,11 +540,11 @@ class CellDecoder:
             return read_labels(self.cells, s.label_column, s.label_file)
         if not s.leiden:
             raise ValueError(
-                f"Name the label column with `label_column`; {self._list_columns()}. One of a CSV "
-                "file needs `label_file`, too. `leiden: true` uses Leiden clusters instead, which "
-                "are no ground truth."
+                f"Set `label_column` to the column with labels; {self._list_columns()}. For one in "
+                "a CSV file, also set `label_file`. `leiden: true` uses Leiden clusters instead, "
+                "which are not ground truth."
             )
-        # As in the paper: a method meant for counts, on log-normalised values of all cells.
+        # As in the paper, which applies a method for counts to log-normalised values of all cells.
         return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))
 
     def _list_columns(self) -> str:

@@ -1,4 +1,4 @@
-"""Download, unpack and read files, and keep decoded arrays as memory-mapped files."""
+"""Download, unpack and read files; cache decoded arrays as memory-mapped files."""
 
 import bz2
 import gzip
@@ -29,18 +29,18 @@ from torch import Tensor
 
 from dg_lightning.files import locked
 
-LOCK_SECONDS = 3600.0  # to wait for another process that downloads or decodes
+LOCK_SECONDS = 3600.0  # maximum wait for another process that downloads or decodes
 _CHUNK = 1 << 20
 _DAMAGED = (
     EOFError,
-    NotImplementedError,  # another way of packing
-    RuntimeError,  # it needs a password
+    NotImplementedError,  # unsupported compression method
+    RuntimeError,  # password required
     lzma.LZMAError,
     tarfile.TarError,
     zipfile.BadZipFile,
     zlib.error,
 )
-_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # a file that unpacks to more than both is refused
+_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # reject files that exceed both when unpacked
 _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -70,7 +70,7 @@ class Download:
 
 
 def check_digest(
-    file: BinaryIO, digest: str, name: object, remedy: str = "delete it and get it again"
+    file: BinaryIO, digest: str, name: object, remedy: str = "delete it and download it again"
 ) -> None:
     """Raise ValueError if the content does not match the published checksum."""
     algorithm, _, expected = digest.partition(":")
@@ -85,10 +85,10 @@ def check_digest(
 
 
 def fetch(download: Download, root: Path) -> None:
-    """Download and verify a file, or an archive to unpack, atomically."""
+    """Download, verify and unpack a file or archive atomically."""
     target = root / download.target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Next to the target, so that a rename suffices. Not shared, because we hold the lock.
+    # Next to the target, so that a rename suffices. The lock keeps other processes out.
     scratch = target.with_name(f".{target.name}.download")
     with locked(root / ".download.lock", "downloads", LOCK_SECONDS):
         if target.exists():  # downloaded by another process, or incomplete
@@ -128,7 +128,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 for name in packed.namelist():
                     if not (folder / name).resolve().is_relative_to(folder.resolve()):
                         raise ValueError(
-                            f"{archive.name} is not safe to unpack: it holds {name!r}."
+                            f"{archive.name} is not safe to unpack: it contains {name!r}."
                         )
                 packed.extractall(folder)
             return
@@ -142,7 +142,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file for reading, unpacked if its name says that it is packed."""
+    """Open a file for reading, decompressed according to its suffix."""
     kind = path.suffix.lower()
     if kind not in (*_OPENERS, ".zip"):
         with path.open("rb") as file:
@@ -154,7 +154,7 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
                 archive = stack.enter_context(zipfile.ZipFile(path))
                 names = [name for name in archive.namelist() if not name.endswith("/")]
                 if len(names) != 1:
-                    raise ValueError(f"{path} must hold one file, got {len(names)}: unpack it.")
+                    raise ValueError(f"{path} must contain one file, got {len(names)}: unpack it.")
                 source = archive.open(names[0])
             else:
                 source = _OPENERS[kind](path)
@@ -167,7 +167,7 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_unpacked_size(path: Path, size: int) -> None:
-    """Raise ValueError if a small file takes very much memory or disk once it is unpacked."""
+    """Raise ValueError if a small file unpacks to a huge size."""
     if size > max(_MAX_BYTES, _MAX_RATIO * path.stat().st_size):
         raise ValueError(
             f"{path} unpacks to more than {_MAX_RATIO} times its size and {_MAX_BYTES >> 30} GiB: "
@@ -177,18 +177,18 @@ def check_unpacked_size(path: Path, size: int) -> None:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Turn errors of a damaged file into one line."""
+    """Convert errors of a damaged file into a one-line ValueError."""
     try:
         yield
     except gzip.BadGzipFile as error:
-        raise ValueError(f"{path} is damaged ({error}): get it again.") from error
+        raise ValueError(f"{path} is damaged ({error}): replace it.") from error
     except _DAMAGED as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is damaged ({reason}): get it again.") from error
+        raise ValueError(f"{path} is damaged ({reason}): replace it.") from error
     except OSError as error:
-        if error.errno is not None:  # of the file system, not of the content
+        if error.errno is not None:  # a file system error, not damaged content
             raise
-        raise ValueError(f"{path} is damaged ({error}): get it again.") from error
+        raise ValueError(f"{path} is damaged ({error}): replace it.") from error
 
 
 def list_files(folder: Path, ending: str) -> list[str]:
@@ -204,7 +204,7 @@ def read_chunks(
 ) -> Iterator[NDArray[Any]]:
     """Read files and yield their arrays in stacked chunks.
 
-    Single-threaded, because contention between threads outweighs the reading of such small files.
+    Single-threaded, because for files this small threads cost more than they save.
     """
     for start in range(0, len(paths), size):
         yield np.stack([read(path) for path in paths[start : start + size]])
@@ -214,7 +214,7 @@ Indices = NDArray[np.int64]
 
 
 Array = NDArray[Any]
-FORMAT = 3  # increase when the same source and settings give different tables
+FORMAT = 3  # increase when decoding the same files and settings gives different tables
 
 
 class Save(Protocol):
@@ -283,7 +283,7 @@ class SparseTable:
         data, indices, starts = (part.array for part in self._parts)
         first, lengths = starts[rows], starts[rows + 1] - starts[rows]
         ends = np.cumsum(lengths)
-        # Positions of the entries of these rows, row by row.
+        # Positions of the entries, row by row.
         entries = np.arange(ends[-1]) + np.repeat(first - (ends - lengths), lengths)
         dense = np.zeros((len(rows), self.columns), data.dtype)
         dense[np.repeat(np.arange(len(rows)), lengths), indices[entries]] = data[entries]
@@ -312,13 +312,13 @@ class Tables(Mapping[str, ArrayTable]):
 
 
 def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Tables:
-    """Return the tables that `decode` saves, from the cache if it has them for the same origin.
+    """Return the tables that `decode` saves, cached by origin.
 
-    The origin is everything the result depends on: files with their sizes and times, and settings.
+    The origin is everything the tables depend on: files with their sizes and times, and settings.
 
-    Entries are created atomically by a rename. One process builds an entry while others wait. The
-    remains of a killed process are never read, and the next process removes them. If the cache is
-    not writable, the tables stay in memory.
+    Entries are created atomically by a rename. One process builds an entry while others wait.
+    Leftovers of a killed process are never read, and the next process removes them. If the cache
+    is not writable, the tables stay in memory.
     """
     described = json.dumps([FORMAT, origin], sort_keys=True)
     entry = folder / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
@@ -327,13 +327,13 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
             with _wrap_cache_errors(entry):
                 folder.mkdir(parents=True, exist_ok=True)
             with _lock_entry(entry, name):
-                if _read_entry(entry) is None:  # not built by another process meanwhile
+                if _read_entry(entry) is None:  # another process may have built it
                     _build_entry(entry, partial(_note_warnings, decode))
         tables = _open_entry(entry)
     except _CannotCacheError as error:
         rank_zero_warn(
-            f"The decoded {name} data is kept in memory, for this process alone: {error}. "
-            "Point `cache_dir` or DG_CACHE to a folder with room that you may write to."
+            f"The decoded {name} data is kept in memory and not cached: {error}. "
+            "Set `cache_dir` or DG_CACHE to a writable folder with enough space."
         )
         return tables_in_memory(decode)
     for text in tables.metadata.pop("warnings"):
@@ -342,7 +342,7 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
 
 
 def _note_warnings(decode: Decode, save: Save) -> None:
-    """Decode, and save our warnings: they hold as well for those who find the tables decoded."""
+    """Decode, and save our warnings, so that they are repeated when the cache is used."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         decode(save)
@@ -361,7 +361,7 @@ def tables_in_memory(decode: Decode) -> Tables:
 
 
 class _CannotCacheError(Exception):
-    """The cache is unusable; errors of the source data raise other exceptions."""
+    """The cache is unusable. Errors in the source data raise other exceptions."""
 
 
 @contextmanager
@@ -437,13 +437,13 @@ class _MemorySave:
 
 def _require_rows(rows: int, name: str) -> None:
     if not rows:
-        raise ValueError(f"The dataset has nothing for {name!r}: it is not complete.")
+        raise ValueError(f"The dataset has no rows for {name!r}: it is incomplete.")
 
 
 def _build_entry(entry: Path, decode: Decode) -> None:
     unfinished = Path(f"{entry}.unfinished")  # not shared: we hold the lock
     with _wrap_cache_errors(entry):
-        for leftover in (unfinished, entry):  # left by a killed process; damaged
+        for leftover in (unfinished, entry):  # left by a killed process, or damaged
             if leftover.exists():
                 shutil.rmtree(leftover)
         unfinished.mkdir()
@@ -479,7 +479,7 @@ def _open_entry(entry: Path) -> Tables:
     tables = _read_entry(entry)
     with _wrap_cache_errors(entry):
         if tables is None:
-            raise OSError(f"{entry.name} is not as it was written")
+            raise OSError(f"{entry.name} has changed since it was written")
         for table in tables.values():
             _ = table.array
     return tables

@@ -1,4 +1,4 @@
-"""Data whose preparation is fitted to training samples and kept in checkpoints."""
+"""DataModules whose preprocessing is fitted to training samples and saved in checkpoints."""
 
 import hashlib
 import json
@@ -25,30 +25,31 @@ _NAMES = {
 
 
 class FittedDataModule(BaseDataModule):
-    """A DataModule whose checkpoint prepares samples of any other file as in training.
+    """A DataModule whose preprocessing is fitted to its training samples.
 
-    `decode` fits the preparation, or aligns the samples to `_preparation` if that is set. It saves
-    the rows of each split under its name, and `unlabelled`, the reason why none can be tested.
-    `predict` covers all samples.
+    The preparation is saved in the checkpoint, so samples of other files are prepared as in
+    training. `decode` fits it, or aligns the samples to `_preparation` if that is set. It saves the
+    rows of each split under the split's name, and `unlabelled`, the reason why no sample can be
+    tested. `predict` covers all samples.
 
     Args:
-        *args: Arguments of `BaseDataModule`.
-        **options: Likewise.
+        *args: Positional arguments of `BaseDataModule`.
+        **options: Keyword arguments of `BaseDataModule`.
     """
 
-    sample: ClassVar[str]  # what one is called in messages
+    sample: ClassVar[str]  # name of one sample in messages
     preparation_type: ClassVar[Any]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._preparation: Any = None  # from a checkpoint
+        self._preparation: Any = None  # set when a checkpoint is loaded
 
     @abstractmethod
     def fitted_preparation(self) -> Any:
-        """Return the preparation that was fitted to this data."""
+        """Return the preparation fitted to this data."""
 
     def preparation_settings(self) -> dict[str, str]:
-        """Return what decoding depends on if a checkpoint has brought its preparation."""
+        """Return a hash of the checkpoint's preparation, which decoding depends on."""
         if self._preparation is None:
             return {}
         text = json.dumps(self._preparation.plain())
@@ -57,7 +58,7 @@ class FittedDataModule(BaseDataModule):
     def make_parts(
         self, tables: Tables, table: Any, labels: Tensor, prepare: Any
     ) -> dict[str, Split]:
-        """Return the splits, and keep all samples for `predict`."""
+        """Create the splits, and keep all samples for `predict`."""
         none = np.empty(0, dtype=np.int64)
         rows = {name: tables[name].array.copy() if name in tables else none for name in PARTS}
         self._everything = Split(table, np.arange(len(labels)), labels, prepare)
@@ -66,7 +67,7 @@ class FittedDataModule(BaseDataModule):
         if equal and self._preparation is None:
             rank_zero_warn(
                 f"{equal:,} of {len(rows['test']):,} test {self.sample}s equal a training "
-                f"{self.sample}: remove duplicates, or keep them together."
+                f"{self.sample}: remove duplicates, or keep them in one split."
             )
         return {name: Split(table, of, labels[of], prepare) for name, of in rows.items()}
 
@@ -88,10 +89,10 @@ class FittedDataModule(BaseDataModule):
             return super().describe_parts()
         known = sum(len(part) for part in self._parts.values())
         aligned = f"{len(self._everything):,} {self.sample}s, aligned to the checkpoint by name"
-        if not known:  # as for `predict`
+        if not known:  # as usual for `predict`
             return aligned
         testing = len(self.part("test"))
-        return f"{aligned}; {known:,} have a label that it knows, {testing:,} of them for testing"
+        return f"{aligned}; {known:,} have a known label, {testing:,} of them for testing"
 
     @override
     def preparation(self) -> dict[str, Any]:
@@ -99,10 +100,10 @@ class FittedDataModule(BaseDataModule):
         return plain
 
     def current_preparation(self) -> Any:
-        """Return the preparation from a checkpoint, or else the one fitted to this data."""
+        """Return the checkpoint's preparation, or the one fitted to this data."""
         if self._preparation is not None:
             return self._preparation
-        self.part("train")  # or say that setup comes first
+        self.part("train")  # raises an error before setup
         return self.fitted_preparation()
 
     @override
@@ -112,8 +113,8 @@ class FittedDataModule(BaseDataModule):
         if state is not None and state.fn == "fit" and state.status == "running":
             if wanted != self.current_preparation():
                 raise ValueError(
-                    f"The checkpoint was trained with other {self.sample}s, inputs, scaling or "
-                    "classes than this data gives: resume with the original data and settings."
+                    f"The checkpoint was trained with different {self.sample}s, inputs, scaling or "
+                    "classes: resume with the original data and settings."
                 )
             return
         if self._preparation == wanted:
@@ -126,7 +127,7 @@ class FittedDataModule(BaseDataModule):
 
     @override
     def part_to_predict(self) -> Split:
-        self.part("test")  # or say that setup comes first
+        self.part("test")  # raises an error before setup
         return self._everything
 
 
@@ -137,38 +138,38 @@ def hash_rows(rows: Iterable[bytes]) -> NDArray[np.int64]:
 
 
 def named_parts(names: Iterable[str], where: str) -> dict[str, str] | None:
-    """Return the part that each name stands for; None if none of them names a part.
+    """Return the split that each name refers to; None if no name refers to a split.
 
     >>> named_parts(["Train", "valid", "test"], "column 'part'")
     {'Train': 'train', 'valid': 'val', 'test': 'test'}
     >>> named_parts(["cat", "dog"], "the folder")
 
     Raises:
-        ValueError: If only some do, or none stands for training.
+        ValueError: If only some names refer to a split, or none to `train`.
     """
     found = {name: _NAMES.get(name.lower()) for name in names}
     if not any(found.values()):
         return None
     if odd := [name for name, part in found.items() if part is None]:
         raise ValueError(
-            f"{where} names parts (train, val, test), but also {', '.join(map(repr, odd[:5]))}: "
-            "name a part everywhere, or nowhere."
+            f"{where} names splits (train, val, test), but also {', '.join(map(repr, odd[:5]))}: "
+            "use split names everywhere or nowhere."
         )
     if "train" not in found.values():
-        raise ValueError(f"{where} names {', '.join(found)}, but no part `train`: add it.")
+        raise ValueError(f"{where} must name a split `train`, got {', '.join(found)}: add it.")
     return {name: part for name, part in found.items() if part is not None}
 
 
 def seen_samples(prints: NDArray[np.int64], parts: NDArray[Any]) -> dict[str, list[Any]]:
-    """Return the fingerprint and the split of each sample, as plain values for checkpoints."""
+    """Return the fingerprint and split of each sample, as plain values for checkpoints."""
     return {"rows": prints.tolist(), "parts": parts.tolist()}
 
 
 def find_parts(prints: NDArray[np.int64], seen: Mapping[str, Any]) -> NDArray[Any]:
-    """Return the training split of each sample; empty if it is new.
+    """Return the split that each sample had in training; empty if it is new.
 
-    The same samples have their own splits. Among others, one that equals a sample of training or
-    validation counts as such.
+    For the original data these are the original splits. In other data, a sample that equals a
+    training or validation sample is assigned to that split.
     """
     rows, parts = np.array(seen["rows"]), np.array(seen["parts"], dtype=object)
     if np.array_equal(prints, rows):

@@ -25,9 +25,9 @@ class BatchLoader:
     batch size. All ranks have the same number of batches; the last two may be smaller, and no
     sample is repeated (unless `batch_size` is 1).
 
-    This is not a torch `DataLoader`, so Lightning does not replace its sampler by one that repeats
-    samples. `state_dict`, which Lightning saves, holds the number of samples trained on; a resumed
-    epoch continues after them, on any number of ranks if the global batch size is the same.
+    This is not a torch `DataLoader`, so Lightning does not replace its sampler with one that
+    repeats samples. `state_dict`, which Lightning saves, holds the number of samples trained on. A
+    resumed epoch continues after them, on any number of ranks with the same global batch size.
 
     Without a Trainer, every complete iteration advances to the next epoch. Only one iteration can
     be active: a second one takes over the state and the worker processes.
@@ -37,7 +37,7 @@ class BatchLoader:
         batch_size: Batch size per rank.
         shuffle: Whether to shuffle every epoch.
         place: Returns (rank, world size); called lazily, because ranks may not exist yet. Defaults
-            to torch's process group.
+            to the ranks of torch's process group.
         progress: Returns how many batches of the epoch the Trainer has processed and completed; an
             interrupted batch is repeated after a resume.
         num_workers: Number of worker processes.
@@ -71,12 +71,12 @@ class BatchLoader:
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """Where Lightning finds `set_epoch`; a `sampler` would need a larger interface."""
+        """Object on which Lightning calls `set_epoch`; `sampler` would need a larger interface."""
         return SimpleNamespace(sampler=self)
 
     @property
     def _iterator(self) -> Any:
-        """Where Lightning finds the worker processes to shut down."""
+        """Iterator whose worker processes Lightning shuts down."""
         return None if self._dataloader is None else self._dataloader._iterator
 
     @_iterator.setter
@@ -98,7 +98,7 @@ class BatchLoader:
         size = self.batch_size * world_size
         ends = [*range(size, samples, size), samples]
         if len(ends) > 1 and self.batch_size > 1:
-            # Every rank needs a last batch; otherwise the others would wait forever.
+            # Every rank needs a last batch: without one, the other ranks would wait forever.
             ends[-2] = min(ends[-2], samples - world_size)
         return ends
 
@@ -157,19 +157,19 @@ class BatchLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the samples already seen, in the order of the saved run."""
-        done = bool(state.get("epoch_is_done"))  # the next epoch may use other data
+        done = bool(state.get("epoch_is_done"))  # the next epoch may use different data
         if not done and state.get("samples") != len(self.part):
             raise ValueError(
-                f"This checkpoint is from within an epoch of {state.get('samples')} training "
-                f"samples, got {len(self.part)}: resume it with the same data, or use one that "
-                "was saved after an epoch (`every_n_epochs`)."
+                f"This checkpoint was saved during an epoch of {state.get('samples')} training "
+                f"samples, got {len(self.part)}: resume with the same data, or use a checkpoint "
+                "saved after an epoch (`every_n_epochs`)."
             )
         size, saved = self.batch_size * self.place()[1], state["samples_a_step"]
         if not done and size != saved and state["samples_seen"]:
             raise ValueError(  # Lightning would miscount the rest of the epoch
-                f"This checkpoint is from within an epoch of batches of {saved} samples on all "
-                f"ranks together, got {size}: resume it with the same `batch_size` x ranks, or "
-                "use one that was saved after an epoch (`every_n_epochs`)."
+                f"This checkpoint was saved during an epoch with batches of {saved} samples in "
+                f"total, got {size}: resume with the same `batch_size` x ranks, or use a "
+                "checkpoint saved after an epoch (`every_n_epochs`)."
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._resume_offset = len(self.part) if done else state["samples_seen"]

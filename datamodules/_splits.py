@@ -1,4 +1,4 @@
-"""Splits of a dataset, and how their samples become batches."""
+"""Splits of a dataset, and how they assemble batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Augmentation(Protocol):
 
 
 class Samples(Protocol):
-    """Samples from which batches are cut, on the host or on a device."""
+    """Samples that can be read in batches, on the host or on a device."""
 
     def __len__(self) -> int: ...
 
@@ -63,7 +63,7 @@ class Split(Dataset[Batch]):
     labels: Tensor  # label of each sample
     prepare: Callable[[Tensor], Tensor] | None = None  # table rows -> model inputs
     augmentation: Augmentation | None = None
-    change: Callable[[Tensor, Indices], Tensor] | None = None  # after augmentation, by table row
+    change: Callable[[Tensor, Indices], Tensor] | None = None  # applied after augmentation
     _cached_draws: tuple[tuple[int, int], Draws] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Split(Dataset[Batch]):
 
 
 class Normalize:
-    """Scale uint8 images to [0, 1] and standardise each channel.
+    """Scales uint8 images to [0, 1] and standardises each channel.
 
     Bit-identical to torchvision's `ToTensor` and `Normalize`: same operations, same order.
     """
@@ -119,7 +119,7 @@ class Normalize:
 
 
 class CropFlip:
-    """Shift images by up to `padding` pixels and flip them with probability 1/2.
+    """Shifts images by up to `padding` pixels and flips them with probability 1/2.
 
     Equivalent to torchvision's `RandomCrop(size, padding, padding_mode=...)` and
     `RandomHorizontalFlip()`, but for a whole batch of uint8 images at once.
@@ -158,7 +158,7 @@ class CropFlip:
         return torch.from_numpy(crops[np.arange(samples), :, draws["top"], left])
 
     def apply_on_device(self, inputs: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Do what `apply` does, where the images are; on a CPU it takes longer."""
+        """Crop and flip a batch on its device; slower than `apply` on a CPU."""
         height, width = inputs.shape[-2:]
         down, down_inside = self._places(draws["top"], height)
         across, across_inside = self._places(draws["left"], width)
@@ -173,7 +173,7 @@ class CropFlip:
         return crops.view(inputs.shape)
 
     def _places(self, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return the pixels that crops take, mirrored at the border, and which lie inside it."""
+        """Return the source pixels of each crop, mirrored at the border, and which lie inside."""
         wanted = start.unsqueeze(1) + torch.arange(size, device=start.device) - self.padding
         last = size - 1
         return last - (last - wanted.abs()).abs(), (wanted >= 0) & (wanted <= last)
@@ -182,8 +182,8 @@ class CropFlip:
 def stratified_split(
     indices: Indices, labels: Tensor, share: float, seed: int, class_names: Sequence[str]
 ) -> tuple[Indices, Indices]:
-    """Split samples in two, with the given share of every class in the second part."""
-    from sklearn.model_selection import train_test_split  # slow import: half a second
+    """Split samples in two, with the given share of every class in the second split."""
+    from sklearn.model_selection import train_test_split  # slow to import
 
     if not 0 < share < 1:
         raise ValueError(f"`val_share` must be above 0 and below 1, got {share}.")
@@ -192,13 +192,13 @@ def stratified_split(
     for name, count in zip(class_names, counts, strict=True):
         if count < 2:
             raise ValueError(
-                f"Every class needs samples in every part, but class {name!r} has {count} of "
-                f"{len(of)} to split: give it more, merge it with another, or leave it out."
+                f"Every class needs samples in every split, but class {name!r} has {count} of "
+                f"{len(of)}: add samples, merge it with another class, or remove it."
             )
     if min(share, 1 - share) * len(of) < len(class_names):
         raise ValueError(
-            f"A share of {share} of {len(of)} samples cannot hold {len(class_names)} classes: "
-            "give more samples, or a share nearer to 0.5."
+            f"A share of {share} of {len(of)} samples cannot cover {len(class_names)} classes: "
+            "add samples, or use a share closer to 0.5."
         )
     first, second = train_test_split(indices, test_size=share, stratify=of, random_state=seed)
     for part in (first, second):
@@ -207,7 +207,7 @@ def stratified_split(
             name = class_names[int(present.argmin())]
             raise ValueError(
                 f"Class {name!r} has {counts[present.argmin()]} of the {len(of)} samples to split, "
-                f"too few for a share of {share}: give it more, or merge it with another."
+                f"too few for a share of {share}: add samples, or merge it with another class."
             )
     return first, second
 
@@ -224,8 +224,8 @@ def grouped_split(
     Args:
         indices: The samples.
         labels: Labels of all samples; stratified as far as the groups allow.
-        groups: Group of every sample, such as its donor.
-        share: Approximate share of the second part.
+        groups: Group of every sample, such as a donor.
+        share: Approximate share of the second split.
         seed: The random seed.
     """
     from sklearn.model_selection import StratifiedGroupKFold
@@ -233,8 +233,8 @@ def grouped_split(
     number = len(set(groups[indices]))
     if number < 2:
         raise ValueError(
-            f"A split by group needs at least 3 groups in all, and {number} is left to split: give "
-            "another `split_by`, or none."
+            f"A split by group needs at least 3 groups in total, {number} left to split: choose "
+            "another `split_by`, or omit it."
         )
     folds = StratifiedGroupKFold(min(number, round(1 / share)), shuffle=True, random_state=seed)
     first, second = next(folds.split(indices, labels[indices], groups[indices]))
@@ -254,14 +254,14 @@ def split_images(
         images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
         if len(images) != len(labels):
             raise ValueError(
-                f"The {name} files do not belong together: {len(images)} images, {len(labels)} "
-                "labels; get them again."
+                f"The {name} files do not match: {len(images)} images, {len(labels)} labels; "
+                "download them again."
             )
         wrong = labels[(labels < 0) | (labels >= len(class_names))]
         if len(wrong):
             raise ValueError(
-                f"A label of the {name} files must be in 0 to {len(class_names) - 1}, got "
-                f"{int(wrong[0])}; get them again."
+                f"Labels of the {name} files must be in 0 to {len(class_names) - 1}, got "
+                f"{int(wrong[0])}; download them again."
             )
     images, labels = tables["train_images"], tables.labels("train_labels")
     test_images, test_labels = tables["test_images"], tables.labels("test_labels")
@@ -275,15 +275,15 @@ def split_images(
 
 @dataclass
 class Windows(Dataset[Batch]):
-    """Windows of a text, as pairs of bytes and the bytes that follow them.
+    """Windows of a text, as pairs of input bytes and the bytes that follow them.
 
     Random windows are drawn for a whole epoch at once, so that a window is a function of (seed,
     epoch, index), independent of batch, worker and rank.
     """
 
     text: ArrayTable  # bytes, in memory or memory-mapped
-    context: int  # bytes of a window
-    count: int  # windows of an epoch
+    context: int  # bytes per window
+    count: int  # windows per epoch
     random: bool
     _cached_starts: tuple[tuple[int, int], Indices] | None = field(default=None, repr=False)
 
@@ -291,7 +291,7 @@ class Windows(Dataset[Batch]):
         return self.count
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return the given windows, and the same moved on by one byte."""
+        """Return the given windows, and the same windows shifted by one byte."""
         starts = self._starts(seed, epoch)[indices]
         taken = self.text.array[starts[:, None] + np.arange(self.context + 1)]
         windows = torch.from_numpy(taken.astype(np.int64))
@@ -310,15 +310,15 @@ class Windows(Dataset[Batch]):
         return self._cached_starts[1]
 
 
-_CHUNK = 4096  # samples that are prepared at a time
-_LARGEST_SHARE = 0.25  # of the memory that is free
+_CHUNK = 4096  # samples prepared at a time
+_LARGEST_SHARE = 0.25  # share of the free memory
 
 
 class DevicePart:
-    """The samples of a part on a device: prepared, or raw if they are augmented in every epoch.
+    """A split stored on a device: prepared, or raw if it is augmented in every epoch.
 
     Args:
-        part: The samples.
+        part: The split.
         device: The device.
     """
 
@@ -339,7 +339,7 @@ class DevicePart:
         return len(self.part)
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of the given samples, see `Part.cut`."""
+        """Return inputs and labels of the given samples, as `Split.get_batch` does."""
         index = torch.from_numpy(indices).to(self.labels.device, non_blocking=True)
         inputs = self.inputs[index]
         if isinstance(self.part.augmentation, CropFlip):
@@ -355,10 +355,10 @@ class DevicePart:
 
 
 def on_device(part: Samples, device: torch.device | None) -> Samples:
-    """Return a part whose samples are on a CUDA device, or the part itself if they cannot be.
+    """Copy a split to a CUDA device if possible; otherwise return it unchanged.
 
-    They cannot be where they would take more than a quarter of the free memory, or are augmented
-    in another way than images are.
+    It stays on the host if it needs more than a quarter of the free memory, or if its augmentation
+    is not available on devices.
     """
     if device is None or device.type != "cuda" or not isinstance(part, Split):
         return part

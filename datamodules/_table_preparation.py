@@ -1,4 +1,4 @@
-"""Read tables, prepare their columns, and decode them into arrays."""
+"""Read tables, preprocess their columns, and decode them into arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 
 
 MISSING = "(missing)"
-_MAX_LEVELS = 100  # of a category, each of which becomes an input
+_MAX_LEVELS = 100  # per category; each level becomes an input
 _MAX_NAMED = 10
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_MANY, _MOSTLY = 10, 0.8  # levels, and the share of them that look like numbers
+# A text column with many levels that mostly look like numbers is an error.
+_MANY, _MOSTLY = 10, 0.8
 
 
 @dataclass(frozen=True)
 class TablePreparation:
     """Preprocessing of a table, as plain values for checkpoints and exports.
 
-    The inputs are, for each column of numbers, (value - mean) / std, 0 if it is missing, and if any
-    was missing in training, a further input that is 1 if it is missing; then for each category and
-    each of its levels, an input that is 1 if the row has this level.
+    A column of numbers gives the input (value - mean) / std, which is 0 for missing values. If
+    values were missing in training, a second input is 1 for missing values. After the numbers, each
+    level of each category gives an input that is 1 if the row has this level.
 
     Args:
         numbers: Mean, standard deviation, and whether values were missing, by column.
-        categories: Levels by column, with `(missing)` where values were missing.
+        categories: Levels by column, including `(missing)` if values were missing.
         label: The label column.
-        class_names: Names of the classes, in the order of the outputs; empty if labels are numbers.
-        target: Mean and standard deviation of a label that is a number.
-        seen: The rows of the training data, see `seen_samples`.
+        class_names: Names of the classes, in the order of the outputs; empty for regression.
+        target: Mean and standard deviation of the label, for regression.
+        seen: Rows of the training data; see `seen_samples`.
     """
 
     numbers: Mapping[str, Sequence[Any]]
@@ -52,7 +53,7 @@ class TablePreparation:
 
     @classmethod
     def fit(cls, table: "DataFrame", numbers: Sequence[str], label: str) -> "TablePreparation":
-        """Return the preparation of training rows; columns are `numbers` or categories."""
+        """Fit the preparation to training rows; columns not in `numbers` are categories."""
         scales, levels = {}, {}
         for name in table.columns:
             column = table[name]
@@ -61,7 +62,7 @@ class TablePreparation:
                 there = values[~np.isnan(values)]
                 if not len(there):
                     raise ValueError(
-                        f"Column {name!r} has no value in the training rows: add it to `ignore`."
+                        f"Column {name!r} has no values in the training rows: add it to `ignore`."
                     )
                 scales[name] = [*scale_of(there), len(there) < len(values)]
             else:
@@ -69,14 +70,14 @@ class TablePreparation:
                 count = len(levels[name])
                 if count > _MAX_LEVELS or (count >= _MANY and 2 * count > len(column)):
                     raise ValueError(
-                        f"Column {name!r} has {count:,} different texts in {len(column):,} rows, "
-                        "too many to become inputs: add it to `ignore`, or merge levels."
+                        f"Column {name!r} has {count:,} levels in {len(column):,} rows, too many "
+                        "for inputs: add it to `ignore`, or merge levels."
                     )
         return cls(scales, levels, label)
 
     def plain(self) -> dict[str, Any]:
         """Return the preparation as plain values."""
-        inputs = [name for _, name in self.inputs()]  # in order, for those who prepare them by hand
+        inputs = [name for _, name in self.inputs()]  # documents the input order
         return {"kind": "table", "inputs": inputs, **asdict(self)}
 
     @classmethod
@@ -88,7 +89,7 @@ class TablePreparation:
         """
         names = {entry.name for entry in fields(cls)}
         if values.get("kind") != "table" or values.keys() - {"kind", "inputs"} != names:
-            raise ValueError("The checkpoint was not trained on a table: give one that was.")
+            raise ValueError("The checkpoint was not trained on a table: use one that was.")
         return cls(**{name: values[name] for name in names})
 
     def inputs(self) -> list[tuple[str, str]]:
@@ -105,8 +106,8 @@ class TablePreparation:
         wanted = [*self.numbers, *self.categories]
         if missing := [name for name in wanted if name not in table.columns]:
             raise ValueError(
-                f"The net reads {listed(missing)}, which {source} lacks; it has "
-                f"{listed(table.columns)}: rename or add columns, or give another table."
+                f"The net expects {listed(missing)}, which {source} lacks; it has "
+                f"{listed(table.columns)}: rename or add columns, or use another table."
             )
         columns: list[NDArray[Any]] = []
         for name, (mean, std, has_missing) in self.numbers.items():
@@ -117,22 +118,22 @@ class TablePreparation:
                 columns.append(is_missing)
             elif is_missing.any():
                 rank_zero_warn(
-                    f"Column {name!r} has missing values, which it did not have in the training "
-                    "rows: they are taken as its mean."
+                    f"Column {name!r} has missing values, but had none in the training rows: they "
+                    "are replaced by its mean."
                 )
         for name, levels in self.categories.items():
             here = level_names(table[name])
             if unknown := sorted(set(here) - set(levels)):
                 rank_zero_warn(
-                    f"Column {name!r} has levels that were not in the training rows, and count as "
-                    f"none: {listed(unknown)}."
+                    f"Column {name!r} has levels that were not in the training rows, which are "
+                    f"ignored: {listed(unknown)}."
                 )
             columns += [here == level for level in levels]
         return np.stack(columns, 1).astype(np.float32)
 
 
 def level_names(column: "Series") -> NDArray[Any]:
-    """Return the values of a column as text; whole numbers without a decimal point."""
+    """Return a column as text, whole numbers without a decimal point."""
     values = zip(column.astype(object), column.isna(), strict=True)
     return np.array([MISSING if gone else _text(value) for value, gone in values], dtype=object)
 
@@ -143,7 +144,7 @@ def _text(value: Any) -> str:
 
 
 def scale_of(values: NDArray[np.float64]) -> list[float]:
-    """Return mean and standard deviation, 1 if all values are equal."""
+    """Return mean and standard deviation; the latter is 1 if all values are equal."""
     is_constant = values.min() == values.max()
     return [float(values.mean()), 1.0 if is_constant else float(values.std())]
 
@@ -152,7 +153,7 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
     """Return the columns of numbers; the others are categories.
 
     Raises:
-        ValueError: If a column holds dates, or numbers written as text.
+        ValueError: If a column contains dates, or numbers as text.
     """
     import pandas as pd
 
@@ -162,7 +163,7 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
         kind = column.dtype
         if pd.api.types.is_datetime64_any_dtype(kind):
             raise ValueError(
-                f"Column {name!r} holds dates: add it to `ignore`, or make it `time_column`."
+                f"Column {name!r} contains dates: add it to `ignore`, or set `time_column` to it."
             )
         if name in categories or pd.api.types.is_bool_dtype(kind):
             continue
@@ -170,8 +171,8 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
             found.append(name)
             if pd.api.types.is_integer_dtype(kind) and column.is_unique and len(column) >= _MANY:
                 rank_zero_warn(
-                    f"Column {name!r} has another whole number in every row: add it to `ignore` if "
-                    "it only identifies the row."
+                    f"Column {name!r} has a different whole number in every row: add it to "
+                    "`ignore` if it only identifies the row."
                 )
         elif not isinstance(kind, pd.CategoricalDtype):
             levels = column.dropna().astype(str).drop_duplicates()
@@ -179,37 +180,37 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
             is_date = levels.str.match(r"\d{4}-\d\d-\d\d")
             if len(levels) >= _MANY and (as_numbers | is_date).mean() > _MOSTLY:
                 raise ValueError(
-                    f"Column {name!r} holds numbers or dates as text, such as {levels.iloc[0]!r}: "
-                    "correct it, or add it to `categories` or `ignore`."
+                    f"Column {name!r} contains numbers or dates as text, such as "
+                    f"{levels.iloc[0]!r}: convert it, or add it to `categories` or `ignore`."
                 )
     return found
 
 
 def listed(names: Any) -> str:
-    """Return names for a message."""
+    """Join names for a message."""
     names = [str(name) for name in names]
     return ", ".join(names[:_MAX_NAMED]) + ", ..." * (len(names) > _MAX_NAMED)
 
 
 def numbers_of(column: "Series") -> NDArray[np.float64]:
-    """Return the values of a column of numbers, NaN where they are missing."""
+    """Return a column of numbers as floats; missing values are NaN."""
     import pandas as pd
 
     if column.isna().all():
         return np.full(len(column), np.nan)
     if not pd.api.types.is_numeric_dtype(column.dtype):
         raise ValueError(
-            f"Column {column.name!r} must hold numbers, got {column.dropna().iloc[0]!r}: correct "
-            "it; classes are learned with `task: classification`, as in table/dynamicgate."
+            f"Column {column.name!r} must contain numbers, got {column.dropna().iloc[0]!r}: "
+            "correct it, or for classes use `task: classification`, as in table/dynamicgate."
         )
     values: NDArray[np.float64] = column.to_numpy(dtype=np.float64, na_value=np.nan)
     if np.isinf(values).any():
-        raise ValueError(f"Column {column.name!r} holds infinite values: correct or ignore it.")
+        raise ValueError(f"Column {column.name!r} has infinite values: correct or ignore it.")
     return values
 
 
 def _read_batches(path: Path, file: Any) -> "DataFrame":
-    """Return the table of a Parquet file, read in parts: a small file may hold a huge table."""
+    """Read a Parquet file in batches, because a small file may contain a huge table."""
     import pyarrow
 
     size, batches = 0, []
@@ -219,13 +220,13 @@ def _read_batches(path: Path, file: Any) -> "DataFrame":
             check_unpacked_size(path, size)
             batches.append(batch)
         table: DataFrame = pyarrow.Table.from_batches(batches, file.schema_arrow).to_pandas()
-    except pyarrow.ArrowException as error:  # also of too little memory
-        raise ValueError(f"{path} cannot be read ({error}): get it again.") from error
+    except pyarrow.ArrowException as error:  # also raised if memory runs out
+        raise ValueError(f"{path} cannot be read ({error}): replace it.") from error
     return table
 
 
 def read_table(path: Path, separator: str | None, as_text: bool = False) -> "DataFrame":
-    """Return the table of a CSV or Parquet file; that of CSV as it is written if `as_text`."""
+    """Read a CSV or Parquet file; with `as_text`, keep the text of CSV values."""
     import pandas as pd
 
     kinds = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zip", ".bz2", ".xz")]
@@ -239,14 +240,14 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
         try:
             file = parquet.ParquetFile(path)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{path} is no Parquet file ({error}): give another.") from error
+            raise ValueError(f"{path} is not a Parquet file ({error}): replace it.") from error
         if nested := [f.name for f in file.schema_arrow if pyarrow.types.is_nested(f.type)]:
-            raise ValueError(f"{path} holds columns of lists ({listed(nested)}): leave them out.")
+            raise ValueError(f"{path} has columns of lists ({listed(nested)}): remove them.")
         return _read_batches(path, file)
     if separator is None and kind not in _SEPARATORS:
         raise ValueError(
-            f"`path` must be a .csv, .tsv or .parquet file, got {path.name!r}: rename it, or give "
-            "its `separator`."
+            f"`path` must be a .csv, .tsv or .parquet file, got {path.name!r}: rename it, or set "
+            "`separator`."
         )
     options: Any = {"dtype": str, "keep_default_na": False} if as_text else {}
     with unpacked(path) as file:
@@ -256,17 +257,15 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
             raise ValueError(f"{path} is not UTF-8 ({error.reason}): save it as UTF-8.") from error
         except ValueError as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{path} is no table ({reason}): give its `separator`.") from error
+            raise ValueError(f"{path} is not a table ({reason}): set `separator`.") from error
         except MemoryError as error:
-            raise ValueError(
-                f"{path} does not fit into the memory: give a smaller table."
-            ) from error
+            raise ValueError(f"{path} does not fit into memory: use a smaller table.") from error
     if table.shape[1] == 1 and (other := next((s for s in ";\t|" if s in table.columns[0]), None)):
         raise ValueError(
-            f"{path} has one column: columns seem to be separated by {other!r}, give `separator`."
+            f"{path} has one column: columns seem to be separated by {other!r}, set `separator`."
         )
     if unnamed := [name for name in table.columns if name.startswith("Unnamed: ")]:
-        rank_zero_warn(f"{path}: columns without a name are left out ({listed(unnamed)}).")
+        rank_zero_warn(f"{path}: columns without a name are ignored ({listed(unnamed)}).")
     return table.drop(columns=unnamed)
 
 
@@ -278,9 +277,9 @@ class TableDecoder:
     """Decodes a table, fitting the preparation unless one is given.
 
     Args:
-        settings: The DataModule, read for its arguments.
+        settings: The DataModule, whose arguments are used.
         table: The table.
-        preparation: Preparation of a checkpoint; fitted to the table if None.
+        preparation: Preparation from a checkpoint; fitted to the table if None.
     """
 
     def __init__(
@@ -290,9 +289,9 @@ class TableDecoder:
         self.table = table.reset_index(drop=True)
         self.table.columns = [str(name) for name in table.columns]
         if len(set(self.table.columns)) < len(self.table.columns):
-            raise ValueError(f"Column names must differ, got {listed(self.table.columns)}.")
+            raise ValueError(f"Column names must be unique, got {listed(self.table.columns)}.")
         if not len(self.table):
-            raise ValueError("The table has no rows: give another.")
+            raise ValueError("The table has no rows: use another.")
         self.preparation = preparation
 
     def decode(self, save: Save) -> None:
@@ -314,11 +313,11 @@ class TableDecoder:
         names, labels = self._labels()
         labelled = np.flatnonzero(~np.isnan(labels))
         if not len(labelled):
-            raise ValueError(f"Column {s.label!r} holds no label: give another `label`.")
+            raise ValueError(f"Column {s.label!r} has no labels: choose another `label`.")
         if missing := len(labels) - len(labelled):
             rank_zero_warn(
                 f"{missing:,} of {len(labels):,} rows have no label in column {s.label!r} (empty, "
-                "NA and None are none): they are predicted only."
+                "NA or None): they are only predicted."
             )
         parts = np.full(len(labels), "", dtype=object)
         for name, rows in zip(PARTS, self._split(labelled, labels, names), strict=True):
@@ -331,29 +330,29 @@ class TableDecoder:
         inputs = fitted.align(columns)
         target = None if names else scale_of(labels[training])
         seen = seen_samples(_fingerprints(inputs), parts)
-        if s.split_by is not None:  # of groups, to recognise them in other tables
+        if s.split_by is not None:  # to recognise the groups in other tables
             groups = _hashed_levels(self.table[s.split_by])
             seen["groups"] = sorted({*groups[np.isin(parts, ("train", "val"))].tolist()})
         fitted = replace(fitted, class_names=names, target=target, seen=seen)
         return fitted, inputs, self._saved(labels, names), parts, ""
 
     def _align(self) -> tuple[TablePreparation, Any, Any, Any, str]:
-        """Align the table with a checkpoint; rows of its splits are recognised."""
+        """Align the table with a checkpoint, and recognise the rows of its splits."""
         fitted = self.preparation
         assert fitted is not None
         inputs = fitted.align(self.table, self.settings.source)
         parts = find_parts(_fingerprints(inputs), fitted.seen)
         if (column := self.settings.split_by) is not None and column in self.table.columns:
             is_known = np.isin(_hashed_levels(self.table[column]), fitted.seen.get("groups", ()))
-            parts[(parts == "") & is_known] = "train"  # other rows of the same group
+            parts[(parts == "") & is_known] = "train"  # new rows of a known group
         name = self.settings.label if self.settings.label in self.table.columns else fitted.label
         unlabelled = f"the table has no label column {name!r}."
         labels = np.full(len(inputs), np.nan)
         if name in self.table.columns:
             labels = self._known_labels(name, fitted.class_names)
-            unlabelled = f"no row has a label that the net knows in column {name!r}."
+            unlabelled = f"no row of column {name!r} has a label that the net knows."
         if (~np.isnan(labels)).any():
-            unlabelled = "all labelled rows are rows that the net was trained on."
+            unlabelled = "the net was trained on all labelled rows."
         parts[parts == ""] = "test"
         parts[np.isnan(labels)] = ""
         return fitted, inputs, self._saved(labels, fitted.class_names), parts, unlabelled
@@ -365,7 +364,7 @@ class TableDecoder:
         return np.array([place.get(name, np.nan) for name in level_names(self.table[column])])
 
     def _saved(self, labels: NDArray[np.float64], names: Any) -> NDArray[Any]:
-        """Return labels as they are trained on: classes, -1 if unknown, or numbers."""
+        """Return labels for training: class indices, -1 if unknown, or numbers."""
         if not len(names):
             return labels.astype(np.float32)
         return np.where(np.isnan(labels), -1, labels).astype(np.int64)
@@ -374,7 +373,7 @@ class TableDecoder:
         s = self.settings
         if s.label is None:
             raise ValueError(
-                f"Name the column to predict with `label`; there are {listed(self.table.columns)}."
+                f"Set `label` to the column to predict; the table has {listed(self.table.columns)}."
             )
         used = {"label": [s.label], "split_by": [s.split_by], "time_column": [s.time_column]}
         used |= {"ignore": s.ignore, "categories": s.categories}
@@ -385,8 +384,8 @@ class TableDecoder:
                     meant = get_close_matches(str(name).lower(), close, n=1)
                     hint = f", perhaps {close[meant[0]]!r}" if meant else ""
                     raise ValueError(
-                        f"`{option}` must name a column of the table{hint}, got {name!r}; there "
-                        f"are {listed(self.table.columns)}."
+                        f"`{option}` must name a column of the table{hint}, got {name!r}; it "
+                        f"has {listed(self.table.columns)}."
                     )
 
     def _input_columns(self) -> list[str]:
@@ -398,7 +397,7 @@ class TableDecoder:
         return names
 
     def _labels(self) -> tuple[list[str], NDArray[np.float64]]:
-        """Return class names and the label of each row, NaN where it is missing."""
+        """Return the class names and the label of each row; missing labels are NaN."""
         s = self.settings
         if s.task == "regression":
             return [], numbers_of(self.table[s.label])
@@ -406,9 +405,9 @@ class TableDecoder:
         names = sorted(set(texts) - {MISSING}, key=_natural)
         if len(names) > _MAX_CLASSES:
             raise ValueError(
-                f"Column {s.label!r} holds {len(names):,} different labels, too many for classes: "
-                "for a number, use a config `table/regression_...` (data.task=regression with "
-                "GatedRegressor)."
+                f"Column {s.label!r} has {len(names):,} different labels, too many for classes: "
+                "to predict a number, use a config `table/regression_...` (data.task=regression "
+                "with GatedRegressor)."
             )
         place = {name: float(index) for index, name in enumerate(names)}
         return names, np.array([place.get(text, np.nan) for text in texts])
@@ -418,13 +417,13 @@ class TableDecoder:
     ) -> tuple[Indices, Indices, Indices]:
         """Return the rows of each split, among those with a label."""
         s = self.settings
-        later = s.val_share / (1 - s.test_share)  # of what the test leaves
+        later = s.val_share / (1 - s.test_share)  # share of the non-test rows
         if s.time_column is not None:
             return self._split_by_time(labelled)
         if s.split_by is not None:
             groups = level_names(self.table[s.split_by])
             if MISSING in groups[labelled]:
-                raise ValueError(f"Column {s.split_by!r} lacks values: fill them, or drop rows.")
+                raise ValueError(f"Column {s.split_by!r} has missing values: fill or drop them.")
             given = named_parts(dict.fromkeys(groups[labelled]), f"Column {s.split_by!r}")
             if given is not None:
                 return self._given_parts(labelled, groups, given, labels, names)
@@ -447,12 +446,12 @@ class TableDecoder:
         labels: NDArray[np.float64],
         names: list[str],
     ) -> tuple[Indices, Indices, Indices]:
-        """Return the parts that a column names; validation is held out of training if need be."""
+        """Return the splits that a column names; hold out validation rows if it names none."""
         s = self.settings
         parts = np.array([given[group] for group in groups[labelled]])
         train, val, test = (labelled[parts == part] for part in PARTS)
         if not len(test):
-            raise ValueError(f"Column {s.split_by!r} names no part `test`: add it.")
+            raise ValueError(f"Column {s.split_by!r} must name a split `test`: add it.")
         if not len(val) and names:
             of = torch.from_numpy(np.nan_to_num(labels)).long()
             train, val = stratified_split(train, of, s.val_share, s.split_seed, names)
@@ -471,11 +470,11 @@ class TableDecoder:
                 column = pd.to_datetime(column, format="ISO8601", utc=True)
             except ValueError as error:
                 raise ValueError(
-                    f"`time_column` must hold numbers or dates such as 2024-12-31, and "
-                    f"{column.name!r} holds {column.iloc[0]!r}: rewrite them."
+                    f"`time_column` must contain numbers or dates such as 2024-12-31, but "
+                    f"{column.name!r} contains {column.iloc[0]!r}: convert them."
                 ) from error
         if column.iloc[labelled].isna().any():
-            raise ValueError(f"Column {column.name!r} lacks times: fill them, or drop these rows.")
+            raise ValueError(f"Column {column.name!r} has missing times: fill or drop them.")
         times = column.iloc[labelled].to_numpy()
         order = np.argsort(times, kind="stable")
         return self._cut(labelled[order], times[order])
@@ -483,18 +482,18 @@ class TableDecoder:
     def _cut(
         self, rows: Indices, times: NDArray[Any] | None = None
     ) -> tuple[Indices, Indices, Indices]:
-        """Cut rows into training, validation and test rows, in this order, between two times."""
+        """Cut rows into training, validation and test rows, in order; keep equal times together."""
         s = self.settings
         test, val = (max(1, round(share * len(rows))) for share in (s.test_share, s.val_share))
         if len(rows) < test + val + 2:
-            raise ValueError(f"{len(rows)} labelled rows are too few for three parts: give more.")
+            raise ValueError(f"{len(rows)} labelled rows are too few for three splits: add rows.")
         first, second = len(rows) - test - val, len(rows) - test
         if times is not None:
             first, second = (int(np.searchsorted(times, times[cut])) for cut in (first, second))
             if not 0 < first < second:
                 raise ValueError(
-                    f"Column {s.time_column!r} has too few different times for three parts: give "
-                    "finer ones, or other shares."
+                    f"Column {s.time_column!r} has too few different times for three splits: use "
+                    "finer times, or other shares."
                 )
         return rows[:first], rows[first:second], rows[second:]
 
@@ -508,7 +507,7 @@ def _fingerprints(inputs: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def _natural(name: str) -> tuple[float, str]:
-    """Sort numbers by value, before texts."""
+    """Return a key that sorts numbers by value, before text."""
     try:
         return float(name), ""
     except ValueError:

@@ -48,17 +48,20 @@ class PreparedData(pl.LightningDataModule):
         return {"class_names": names, "input_shape": shape, **scaling}
 
     def use_preparation(self, preparation: Mapping[str, Any]) -> None:
-        """Prepare samples as in training; raise ValueError if this is impossible.
+        """Prepare samples as in training.
 
         Args:
             preparation: From a trained model (`GatedClassifier.preparation`) or another DataModule.
+
+        Raises:
+            ValueError: If this data cannot be prepared that way.
         """
         for name in ("class_names", "input_shape"):
             trained, here = list(preparation.get(name) or ()), list(getattr(self, name))
             if trained and trained != here:
                 raise ValueError(
                     f"The checkpoint was trained with {name} {_abbreviate(trained)}, "
-                    f"{type(self).__name__} has {_abbreviate(here)}: give the data of its training."
+                    f"but {type(self).__name__} has {_abbreviate(here)}: use the original data."
                 )
 
     @classmethod
@@ -71,9 +74,9 @@ class PreparedData(pl.LightningDataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the DataModule of a checkpoint, see `dg_lightning.trust`.
+        """Load a DataModule from a checkpoint; see `dg_lightning.trust`.
 
-        With `weights_only=False` nothing is checked: reading such a file may run any code.
+        `weights_only=False` disables all checks: loading such a file may run arbitrary code.
         """
         if weights_only is False:
             return super().load_from_checkpoint(
@@ -94,7 +97,7 @@ class PreparedData(pl.LightningDataModule):
             self.use_preparation(state_dict["preparation"])
 
     def describe_samples(self) -> dict[str, Sequence[Any]]:
-        """Return the columns of `predictions.csv` that describe the samples of `predict`.
+        """Return the columns of `predictions.csv` that describe each sample.
 
         The first column identifies the sample; `true_label` is empty where unknown.
         """
@@ -111,7 +114,7 @@ Choice = TypeVar("Choice", bound=str)
 
 
 class BaseDataModule(PreparedData):
-    """A dataset that is decoded once and then indexed in whole batches.
+    """A dataset that is decoded once and then read in whole batches.
 
     Subclasses define which files they need (`downloads`, `sources`), how to decode them into tables
     (`decode`), and which rows are training, validation and test samples (`split`).
@@ -119,17 +122,17 @@ class BaseDataModule(PreparedData):
     Args:
         batch_size: Training batch size per rank.
         eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        root: Folder of the datasets; defaults to the environment variable DG_DATA, else `data`.
-        cache_dir: Folder of decoded data; defaults to DG_CACHE, else `.dg_cache` in the root.
-        split_seed: Seed of the split and of other one-time sampling, such as silent clips.
+        root: Folder with the datasets; defaults to the environment variable DG_DATA, else `data`.
+        cache_dir: Folder for decoded data; defaults to DG_CACHE, else `.dg_cache` in the root.
+        split_seed: Seed of the split and other one-time sampling, such as silent clips.
         num_workers: Worker processes. Samples are already decoded, so 0 is usually best.
         pin_memory: Whether to copy batches into pinned memory.
-        device_cache: `auto` keeps samples on a CUDA device, where batches are cut by index, if they
-            take at most a quarter of its free memory; `never` sends every batch from the host.
+        device_cache: `auto` keeps samples on the CUDA device if they fit in a quarter of its free
+            memory; `never` copies every batch from the host.
     """
 
     downloads: tuple[Download, ...] = ()
-    # Package -> what to `pip install`.
+    # Import name -> name for `pip install`.
     needs: ClassVar[Mapping[str, str]] = {"sklearn": "scikit-learn"}
 
     def __init__(
@@ -190,7 +193,7 @@ class BaseDataModule(PreparedData):
             except DownloadError as error:
                 raise self._missing_error(missing, f"; the download failed ({error})") from error
             except OSError as error:
-                why = f"; it cannot be written there ({error.strerror})"
+                why = f"; the download cannot be saved ({error.strerror})"
                 raise self._missing_error(missing, why) from error
         self._tables()
 
@@ -201,7 +204,7 @@ class BaseDataModule(PreparedData):
         for path in self.sources():
             try:
                 found = os.stat(path)
-                name = str(path).removeprefix(str(self.root))  # the root may be moved
+                name = str(path).removeprefix(str(self.root))  # the root may move
                 # ctime changes with the content, even if mtime is reset.
                 there.append((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
             except (FileNotFoundError, NotADirectoryError):
@@ -216,7 +219,7 @@ class BaseDataModule(PreparedData):
     def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
         """Return an error that names the missing files and how to get them."""
         paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
-        fixes = ["name an existing file or folder"]
+        fixes = ["give an existing file or folder"]
         if downloads := self._downloads_for(missing):
             for download in downloads:
                 if download.folder and (folder := self.root / download.target).exists():
@@ -224,9 +227,11 @@ class BaseDataModule(PreparedData):
             unpacked = {
                 d: f" and unpack it to {self.root / d.target}" for d in downloads if d.folder
             }
-            fixes = [f"get {d.url}{unpacked.get(d, '')}" for d in downloads]
-            fixes += ["or point `root` or DG_DATA to the folder that holds the dataset"]
-        return FileNotFoundError(f"{type(self).__name__} misses {paths}{why}: {', '.join(fixes)}.")
+            fixes = [f"download {d.url}{unpacked.get(d, '')}" for d in downloads]
+            fixes += ["or set `root` or DG_DATA to the folder that contains the dataset"]
+        return FileNotFoundError(
+            f"{type(self).__name__} cannot find {paths}{why}: {', '.join(fixes)}."
+        )
 
     def _tables(self) -> Tables:
         if self._loaded_tables is None:
@@ -252,28 +257,28 @@ class BaseDataModule(PreparedData):
         rank_zero_info(f"{type(self).__name__}: {self.describe_parts()}.")
 
     def describe_parts(self) -> str:
-        """Describe the split sizes and the accuracy of the majority class."""
+        """Summarise the split sizes and the accuracy of the majority class."""
         sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
         return (
             f"{sizes} samples of {self.num_classes} classes; always predicting the most frequent "
-            f"one is right for {self.majority_rate():.1%} of the test samples"
+            f"class is right for {self.majority_rate():.1%} of the test samples"
         )
 
     def check_parts(self, parts: Mapping[str, Split]) -> None:
         """Raise ValueError if a split cannot be used for training or evaluation."""
         if self.num_classes < 2:
-            raise ValueError(f"Expected at least 2 classes, got {self.class_names[0]!r} alone.")
+            raise ValueError(f"Expected at least 2 classes, got only {self.class_names[0]!r}.")
         for name, part in parts.items():
             if not (counts := self._counts(part)).all():
                 empty = self.class_names[int(counts.argmin())]
                 raise ValueError(
-                    f"Class {empty!r} has no samples in the {name} part: the dataset is "
+                    f"Class {empty!r} has no samples in the {name} split: the dataset is "
                     "incomplete, or its labels are wrong."
                 )
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata stored in the files, such as class names; downloaded if necessary."""
+        """Metadata of the decoded files, such as class names; downloads them if necessary."""
         if self._loaded_tables is None:
             self.prepare_data()
         return self._tables().metadata
@@ -306,13 +311,13 @@ class BaseDataModule(PreparedData):
 
     @property
     def class_weights(self) -> Tensor:
-        """Balanced class weights: every class of the training samples has equal total weight."""
+        """Class weights that give every class the same total weight in training."""
         part = self.part("train")
         return len(part) / (self.num_classes * self._counts(part))
 
     @override
     def train_dataloader(self) -> BatchLoader:
-        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0  # always on the same batches
+        overfitting = getattr(self.trainer, "overfit_batches", 0) > 0  # repeats the same batches
         return self._loader("train", shuffle=not overfitting)
 
     @override
@@ -325,7 +330,7 @@ class BaseDataModule(PreparedData):
 
     @override
     def predict_dataloader(self) -> DataLoader[Batch]:
-        # A plain DataLoader, from which Lightning can track the indices of predicted samples.
+        # Lightning tracks the indices of predicted samples only with a plain DataLoader.
         return DataLoader(
             self.part_to_predict(),
             batch_size=self.eval_batch_size or self.batch_size,
@@ -336,7 +341,7 @@ class BaseDataModule(PreparedData):
         )
 
     def part_to_load(self, name: str) -> Split:
-        """Return the samples of a loader."""
+        """Return the samples that a loader iterates over."""
         return self.part(name)
 
     def part_to_predict(self) -> Split:
@@ -346,7 +351,8 @@ class BaseDataModule(PreparedData):
     def _loader(self, part: str, shuffle: bool = False) -> BatchLoader:
         training, trainer, device = part == "train", self.trainer, None
         if trainer is not None and self.device_cache == "auto" and not self.num_workers:
-            running = trainer.state.status == TrainerStatus.RUNNING  # batches are for its model
+            # The model is on the root device only during a run.
+            running = trainer.state.status == TrainerStatus.RUNNING
             device = trainer.strategy.root_device if running else None
         return BatchLoader(
             on_device(self.part_to_load(part), device),
@@ -359,10 +365,10 @@ class BaseDataModule(PreparedData):
         )
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Return rank and world size among the processes that share the samples."""
+        """Return rank and world size among the processes that divide the samples."""
         if self.trainer is None:
             return rank_and_world_size()
-        # Model-parallel ranks see the same samples, as the strategy knows.
+        # The strategy knows which ranks see the same samples, as in model parallelism.
         sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return int(sampler["rank"]), int(sampler["num_replicas"])
 
@@ -374,7 +380,7 @@ class BaseDataModule(PreparedData):
 
 
 def check_choice(name: str, value: Choice, *choices: str) -> Choice:
-    """Return the value of a setting, or raise ValueError if it is not one of the choices."""
+    """Return a setting; raise ValueError if it is not one of the choices."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
     return value

@@ -29,7 +29,7 @@ _PUBLISHED_COUNT = 10_000  # images per file
 class CIFAR10DataModule(BaseDataModule):
     """50,000 training and 10,000 test images of 3 x 32 x 32 pixels, ten classes.
 
-    Validation samples are a stratified subset of the training images and never augmented.
+    Validation samples are a stratified subset of the training images, and are not augmented.
 
         root/cifar-10-batches-py/{data_batch_1..5,test_batch}
 
@@ -42,7 +42,7 @@ class CIFAR10DataModule(BaseDataModule):
         val_share: Share of the training images held out for validation.
         augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them.
         padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
-            `constant` black, as published. GateNets learn to see a black border.
+            `constant` black, as published. GateNets learn to recognise a black border.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -105,14 +105,14 @@ class CIFAR10DataModule(BaseDataModule):
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles arrays only, so that no code can run."""
+    """Unpickles only arrays, so that no code can run."""
 
     allowed = ("_reconstruct", "ndarray", "dtype", "encode")
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.allowed or module.split(".")[0] not in ("numpy", "_codecs"):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}")
         return super().find_class(module, name)
 
 
@@ -125,12 +125,12 @@ def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.i
         labels = np.asarray(batch["labels"], dtype=np.int64)
     except Exception as error:  # a damaged pickle can fail in any way
         raise ValueError(
-            f"{path} is damaged ({error}; {len(content)} bytes, its {digest}): get it again."
+            f"{path} is damaged ({error}; {len(content)} bytes, expected {digest}): replace it."
         ) from error
     if len(images) != len(labels) or images.dtype != np.uint8:
         raise ValueError(
-            f"{path} is damaged: {len(images)} images of {images.dtype}, {len(labels)} labels; get "
-            "it again."
+            f"{path} is damaged: {len(images)} images of {images.dtype}, {len(labels)} labels; "
+            "replace it."
         )
     if len(images) == _PUBLISHED_COUNT:  # a subset has no published checksum
         check_digest(io.BytesIO(content), digest, path)

@@ -15,10 +15,10 @@ from .base import BaseDataModule
 class DigitsDataModule(BaseDataModule):
     """1,797 greyscale images of 8 x 8 pixels, ten classes, scaled to [0, 1].
 
-    A fifth is the test set; a tenth of the rest is the validation set.
+    A fifth of the images is the test set, and a tenth of the rest the validation set.
 
     Licence: CC BY 4.0. Reference: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten
-    Digits", UCI Machine Learning Repository, 1998 (its test part, as scikit-learn bundles it).
+    Digits", UCI Machine Learning Repository, 1998 (its test split, as bundled with scikit-learn).
 
     Args:
         batch_size: Training batch size.

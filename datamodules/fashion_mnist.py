@@ -6,8 +6,8 @@ from .mnist import MNISTDataModule, idx_downloads
 class FashionMNISTDataModule(MNISTDataModule):
     """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes of clothing.
 
-    Like `MNISTDataModule`, normalised with 0.2860 and 0.3530. Checksums are those of the unpacked
-    files, because mirrors repack the archives.
+    Like `MNISTDataModule`, but normalised with 0.2860 and 0.3530. Checksums are those of the
+    unpacked files, because mirrors repack the archives.
 
         root/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, packed (.gz) or not
 

@@ -1,4 +1,4 @@
-"""Images of your own: a folder with a folder for each class."""
+"""Your own images: a folder with a subfolder for each class."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from ._fitted import (
 from ._splits import CropFlip, Normalize, Split, stratified_split
 from .base import check_choice
 
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run programs
-_DAMAGED = (OSError, SyntaxError, ValueError)  # as Pillow raises them
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run code
+_DAMAGED = (OSError, SyntaxError, ValueError)  # raised by Pillow
 _KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet statistics
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _ImagePreparation:
         names = {entry.name for entry in fields(cls)}
         if values.get("kind") != "images" or values.keys() - {"kind"} != names:
             raise ValueError(
-                "The checkpoint was not trained on a folder of images: give one that was."
+                "The checkpoint was not trained on a folder of images: use one that was."
             )
         return cls(**{name: values[name] for name in names})
 
@@ -62,14 +62,14 @@ class _Image:
 
 
 class ImageFolderDataModule(FittedDataModule):
-    """Images from a folder that has a folder for each class; greyscale images become RGB.
+    """Images from a folder with a subfolder for each class; greyscale images become RGB.
 
         path/<class>/**/*.jpg                    split at random, stratified by class
-        path/{train,val,test}/<class>/**/*.jpg   split as given; what is missing is held out
+        path/{train,val,test}/<class>/**/*.jpg   split by folder; missing splits are held out
 
     Images are scaled and cropped to a square around their centre. They are decoded once and cached.
     With a checkpoint, `test` uses the labelled images that the model has not seen, and `predict`
-    covers all images, also those of a folder without classes.
+    covers all images, including those of a folder without classes.
 
     Args:
         batch_size: Training batch size.
@@ -78,8 +78,8 @@ class ImageFolderDataModule(FittedDataModule):
         size: Height and width of the images, in pixels.
         augment: `crop_flip` shifts training images by up to an eighth of their size and flips half
             of them; `flip` only flips.
-        val_share: Share of the images for validation, where there is no folder `val`.
-        test_share: Share of the images for the test, where there is no folder `test`.
+        val_share: Share of the images for validation if there is no folder `val`.
+        test_share: Share of the images for the test if there is no folder `test`.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -107,7 +107,7 @@ class ImageFolderDataModule(FittedDataModule):
         self.val_share, self.test_share = val_share, test_share
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
-                "`val_share` and `test_share` must be above 0 and below 1 together, got "
+                "`val_share` and `test_share` must be above 0, with a sum below 1, got "
                 f"{val_share} and {test_share}."
             )
 
@@ -136,8 +136,8 @@ class ImageFolderDataModule(FittedDataModule):
         found = [image.path for image in self._images()]
         if not found:
             raise ValueError(
-                f"{self.path} holds no images in folders of classes ({', '.join(_KINDS)}): give "
-                "another `path`."
+                f"{self.path} has no images in class folders ({', '.join(_KINDS)}): use another "
+                "`path`."
             )
         return found
 
@@ -147,7 +147,7 @@ class ImageFolderDataModule(FittedDataModule):
         return {name: getattr(self, name) for name in names} | self.preparation_settings()
 
     def _images(self) -> list[_Image]:
-        """Return the images with their classes and, where given, their splits, in a fixed order."""
+        """Return the images with class and split, if they have one, in a fixed order."""
         folders = _folders(self.path)
         given = named_parts((folder.name for folder in folders), f"{self.path}")
         found = [
@@ -178,7 +178,7 @@ class ImageFolderDataModule(FittedDataModule):
             parts = find_parts(prints, fitted.seen)
             parts[parts == ""] = "test"
             parts[labels < 0] = ""
-        reason = "all of its images are images that the net was trained on."
+        reason = "the net was trained on all of its images."
         if (labels < 0).all():
             reason = f"no image is in a folder named after a class ({', '.join(names[:10])})."
         save("labels", [labels])
@@ -195,7 +195,7 @@ class ImageFolderDataModule(FittedDataModule):
     def _pixels(
         self, images: Sequence[_Image], hashes: list[NDArray[np.int64]]
     ) -> Iterator[NDArray[np.uint8]]:
-        """Yield images in chunks, and append their fingerprints."""
+        """Yield images in chunks, and append their fingerprints to `hashes`."""
         for chunk in read_chunks([image.path for image in images], self._read):
             hashes.append(hash_rows(image.tobytes() for image in chunk))
             yield chunk
@@ -215,7 +215,7 @@ class ImageFolderDataModule(FittedDataModule):
     def _split(
         self, images: Sequence[_Image], labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[Any]:
-        """Return the split of each image: that of its folder, or held out from training images."""
+        """Return the split of each image; hold out training images for missing splits."""
         parts = np.array([image.part or "train" for image in images], dtype=object)
         shares = {"test": self.test_share, "val": self.val_share}
         left = 1.0
@@ -249,18 +249,18 @@ class ImageFolderDataModule(FittedDataModule):
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder; links could lead anywhere, in circles too."""
+    """Return the subfolders, without links, which could lead anywhere or in circles."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.exists() and path.is_dir():
-            rank_zero_warn(f"{path} is a link to a folder, which is not followed: move it there.")
+            rank_zero_warn(f"{path} is a link to a folder and is ignored: move the folder there.")
         elif path.is_dir() and not path.name.startswith("."):
             found.append(path)
     return found
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the images that lie in a folder, sorted."""
+    """Return the images directly in a folder, sorted."""
     return [
         str(path)
         for path in sorted(folder.iterdir())
@@ -269,12 +269,12 @@ def _files(folder: Path) -> list[str]:
 
 
 def _walk(folder: Path) -> list[str]:
-    """Return the images in a folder and in its folders."""
+    """Return the images in a folder and its subfolders."""
     return _files(folder) + [path for inner in _folders(folder) for path in _walk(inner)]
 
 
 def _as_rgb(image: Any) -> Any:
-    """Return an image as it is looked at: upright, on white, with 8 bits."""
+    """Return an image as a viewer shows it: upright, on white, with 8 bits per channel."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

@@ -107,16 +107,18 @@ def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArra
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it and get it again.") from error
+        raise ValueError(
+            f"{path} is damaged ({error}): delete it and download it again."
+        ) from error
     header = 4 * (1 + dimensions)
     numbers = np.frombuffer(content[:header].ljust(header, b"\0"), ">u4").tolist()
     if numbers[0] != 0x0800 + dimensions:
-        raise ValueError(f"{path} is not an IDX file with {dimensions} dimensions: get it again.")
+        raise ValueError(f"{path} is not an IDX file with {dimensions} dimensions: replace it.")
     size = header + int(np.prod(numbers[1:]))
     if len(content) != size:
         raise ValueError(
             f"{path} is damaged: its header promises {size} bytes, got {len(content)}; delete it "
-            "and get it again."
+            "and download it again."
         )
     if numbers[1] == published:  # a subset has no published checksum
         check_digest(io.BytesIO(content), digest, path)

@@ -1,4 +1,4 @@
-"""PBMC3k: cell types of blood cells from gene expression; any other AnnData works too."""
+"""PBMC3k: cell types of blood cells from gene expression; also reads any AnnData."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class PBMC3kDataModule(FittedDataModule):
-    """2,700 blood cells: cell type from log-normalised counts of the most variable genes.
+    """2,700 blood cells, with their type and log-normalised counts of the most variable genes.
 
     The stratified split is 70 % training, 10 % validation, 20 % test. The labels are clusters of
-    the same counts that are classified, not independent ground truth; the paper's (Leiden) are
-    computed from all cells. The matrix stays sparse until a batch is taken. `predict` covers all
+    the counts that are classified, not independent ground truth. Those of the paper (Leiden) are
+    computed from all cells. The matrix stays sparse until a batch is read. `predict` covers all
     cells, including training cells and cells without a label.
 
-    Genes, their order, scaling and classes are part of the checkpoint. With a checkpoint, cells of
+    Genes, their order, scaling and classes are saved in the checkpoint. With a checkpoint, cells of
     any file are aligned to it by gene name, and `test` uses the labelled cells that the model has
     not seen. See `use_preparation`.
 
@@ -39,10 +39,10 @@ class PBMC3kDataModule(FittedDataModule):
     Args:
         batch_size: Training batch size.
         eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        path: An .h5ad file or a folder with a 10x matrix, to use instead of PBMC3k.
-        layer: Layer that holds the counts; X if None, `.raw` if `raw`.
-        values: Its content: `counts`, or `log` for values that are already log-normalised.
-        label_column: Label column in `obs` or `label_file`; cells without a label are left out.
+        path: An .h5ad file, or a folder with a 10x matrix; PBMC3k if None.
+        layer: Layer with the counts; X if None, `.raw` if `raw`.
+        values: Content of the layer: `counts`, or `log` for values that are already log-normalised.
+        label_column: Label column in `obs` or `label_file`; unlabelled cells are only predicted.
         label_file: CSV file with barcodes in its first column; also searched for under the root.
         leiden: Whether to use Leiden clusters as labels, as in the paper. Defaults to True if
             neither `path` nor `label_column` is given.
@@ -50,7 +50,7 @@ class PBMC3kDataModule(FittedDataModule):
             them into the class `rare`, or `leave_out`. Leiden clusters are always merged.
         smallest_cluster: Minimum number of cells of a class that is not rare.
         split_by: Column of `obs` with groups, such as donors, that must not be split; or a column
-            that assigns `train`, `val` and `test` itself.
+            with the values `train`, `val` and `test`.
         genes: Number of input genes; the most variable ones are selected.
         fit_on: Cells that determine genes and scaling: `train` uses the counts of training cells,
             `paper` the log-normalised values of all cells, including test cells.
@@ -93,9 +93,9 @@ class PBMC3kDataModule(FittedDataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         if label_file is not None and label_column is None:
-            raise ValueError("`label_file` needs `label_column`, the name of its label column.")
+            raise ValueError("`label_file` needs `label_column`, the column with labels.")
         if leiden and label_column is not None:
-            raise ValueError("Labels are either Leiden clusters or a column: give one of the two.")
+            raise ValueError("`leiden` and `label_column` exclude each other: use one of them.")
         if genes < 1 or smallest_cluster < 1:
             raise ValueError(
                 f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."
@@ -148,7 +148,7 @@ class PBMC3kDataModule(FittedDataModule):
         if self.path.suffix == ".h5ad" or self.path.is_file():
             return [self.path, *labels]
         names = ["matrix.mtx", "genes.tsv", "barcodes.tsv"]
-        if (self.path / "features.tsv.gz").exists():  # written by later versions of Cell Ranger
+        if (self.path / "features.tsv.gz").exists():  # newer versions of Cell Ranger
             names = ["matrix.mtx.gz", "features.tsv.gz", "barcodes.tsv.gz"]
         return [*(self.path / name for name in names), *labels]
 
@@ -173,7 +173,7 @@ class PBMC3kDataModule(FittedDataModule):
         try:
             CellDecoder(self, self._cells, self._preparation).decode(save)
         finally:
-            torch.set_num_threads(threads)  # scanpy's numba resets it to all cores
+            torch.set_num_threads(threads)  # numba, used by scanpy, resets it to all cores
 
     @override
     def split(self, tables: Tables) -> dict[str, Split]:
@@ -220,12 +220,12 @@ class PBMC3kDataModule(FittedDataModule):
     def add_predictions(
         self, cells: "AnnData", predictions: Tensor | Sequence[Any], key: str = "prediction"
     ) -> None:
-        """Write the output of `Trainer.predict` and the split of each cell into `obs`.
+        """Write predictions and the split of each cell into `obs`.
 
         Args:
             cells: Cells with the barcodes of this data; modified in place.
-            predictions: Output of `Trainer.predict`, batches of classes or dicts with the key
-                `prediction`; or a tensor with the class of every cell.
+            predictions: Output of `Trainer.predict`, as batches of classes or as dicts with the
+                key `prediction`; or a tensor with the class of every cell.
             key: Column of `obs`; `<key>_part` holds the split of the cell.
         """
         import pandas as pd

@@ -30,9 +30,10 @@ from .base import BaseDataModule, check_choice
 class SpeechCommandsDataModule(BaseDataModule):
     """One-second clips: ten words, silence, and all other words as `_unknown_`.
 
-    The official split is used; no speaker appears in two splits. Silence is cut from the background
-    noise, from different segments for each split. Unless `unknown` is subsampled, `_unknown_` is by
-    far the most frequent class: `majority_rate()` returns the accuracy of always predicting it.
+    The official split is used, in which no speaker appears in two splits. Silent clips are cut from
+    background noise, for each split from different segments. Unless `unknown` is subsampled,
+    `_unknown_` is by far the most frequent class: `majority_rate()` returns the accuracy of always
+    predicting it.
 
         root/SpeechCommands/speech_commands_v0.02/{<word>/*.wav,validation_list.txt,testing_list.txt}
 
@@ -43,14 +44,14 @@ class SpeechCommandsDataModule(BaseDataModule):
         batch_size: Training batch size.
         eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
         front_end: Mel bands x frames. `40x41`: the first 0.8 s, windows of 25 ms every 20 ms, as
-            implied by the paper's MACs; `40x98`: 1 s, 30 ms every 10 ms, as in its text.
+            implied by the paper's MACs. `40x98`: 1 s, windows of 30 ms every 10 ms, as in its text.
         silence: Silent clips as a share of the other clips of a split, or `paper` for its counts
-            2,000, 300 and 300. With 0 the class does not exist.
-        unknown: Whether to use all other words, or only as many clips as the average word has.
+            of 2,000, 300 and 300. With 0, there is no such class.
+        unknown: `all` other words, or `subsampled` to as many clips as the average word has.
         time_shift_ms: Maximum shift of training clips in either direction.
         noise_volume: Maximum volume of the background noise added to training clips, including
             silent ones.
-        on_mismatch: Whether to convert or refuse clips with another sample rate or two channels.
+        on_mismatch: Whether to `convert` or `refuse` clips that are not mono at 16 kHz.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -125,8 +126,8 @@ class SpeechCommandsDataModule(BaseDataModule):
         noise = [self._read(path) for path in recordings]
         if wanted and sum(map(len, noise)) < 2 * RATE:
             raise FileNotFoundError(
-                f"{self.folder}/_background_noise_ must hold WAV files of at least 2 s: get the "
-                "whole dataset, or set `silence` and `noise_volume` to 0."
+                f"{self.folder}/_background_noise_ must contain WAV files of at least 2 s: get "
+                "the whole dataset, or set `silence` and `noise_volume` to 0."
             )
         features = LogMel(FRONT_ENDS[self.front_end])
         unknown = len(self.class_names) - 1

@@ -1,4 +1,4 @@
-"""Tables: rows and columns of a CSV or Parquet file, or of a data frame."""
+"""Tables: a CSV or Parquet file, or a data frame."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +18,15 @@ _BUNDLED = ("breast_cancer", "diabetes", "iris", "wine")
 
 
 class TabularDataModule(FittedDataModule):
-    """Rows of a table: a class or a number from columns of numbers and categories.
+    """Rows of a table, to predict a class or a number from numbers and categories.
 
-    Numbers are standardised, with the training rows' mean and standard deviation; categories (texts
-    and truth values) become one input a level; a missing number is the mean, with an input that
-    says so. The split is random, stratified by class, unless `split_by` or `time_column` is given.
-    Rows without a label take no part in training and tests; `predict` covers all rows.
+    Numbers are standardised with the mean and standard deviation of the training rows. Categories
+    (text and booleans) become one input per level. A missing number is replaced by the mean, with
+    another input as its indicator. The split is random, stratified by class, unless `split_by` or
+    `time_column` is given. Rows without a label are not used for training or testing; `predict`
+    covers all rows.
 
-    Columns, scaling and classes are part of the checkpoint. With a checkpoint, another file is
+    Columns, scaling and classes are saved in the checkpoint. With a checkpoint, another file is
     aligned to it by column name, and `test` uses the labelled rows that the model has not seen.
 
     Without `path`, one of scikit-learn's tables is used. Reference of `breast_cancer`: W. Wolberg,
@@ -35,18 +36,18 @@ class TabularDataModule(FittedDataModule):
     Args:
         batch_size: Training batch size.
         eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        path: A .csv, .tsv (also compressed) or .parquet file; also searched for under the root.
-        bundled: The table without `path`: `breast_cancer`, `iris`, `wine` or, with `task:
+        path: A .csv, .tsv (may be compressed) or .parquet file; also searched for under the root.
+        bundled: The table to use without `path`: `breast_cancer`, `iris`, `wine` or, with `task:
             regression`, `diabetes`.
         label: The column to predict; `target` for a bundled table.
         task: Whether labels are classes (`classification`) or numbers (`regression`).
-        categories: Columns of numbers that are categories, such as postal codes.
-        ignore: Columns that are not inputs. Predictions have them beside each row, to identify it.
-        separator: What separates columns in the file; by its name if None.
-        split_by: Column of groups, such as patients, that must not be split; or a column that
-            names `train`, `val` (held out of `train` if absent) and `test`. It is not an input.
-        time_column: Column of dates or numbers: the last rows are the test rows, those before them
-            the validation rows. It is not an input.
+        categories: Numeric columns to treat as categories, such as postal codes.
+        ignore: Columns that are not inputs. They are listed with the predictions, to identify rows.
+        separator: Column separator of the file; depends on its suffix if None.
+        split_by: Column of groups, such as patients, that must not be split; or a column with the
+            values `train`, `val` (held out of `train` if absent) and `test`. It is not an input.
+        time_column: Column of dates or numbers. The latest rows are for the test, those before them
+            for validation. It is not an input.
         val_share: Share of the rows for validation.
         test_share: Share of the rows for the test.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
@@ -90,10 +91,10 @@ class TabularDataModule(FittedDataModule):
         self.split_by, self.time_column = split_by, time_column
         self.val_share, self.test_share = val_share, test_share
         if split_by is not None and time_column is not None:
-            raise ValueError("A table is split by groups or by time: give one of the two.")
+            raise ValueError("`split_by` and `time_column` exclude each other: use one of them.")
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
-                "`val_share` and `test_share` must be above 0 and below 1 together, got "
+                "`val_share` and `test_share` must be above 0, with a sum below 1, got "
                 f"{val_share} and {test_share}."
             )
         self._frame: Any = None
@@ -110,16 +111,14 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order: a column, or a column and its level."""
+        """Names of the inputs, in order: the column, and for a category its level."""
         return tuple(name for _, name in self._of_facts().inputs())
 
     @override
     def use_preparation(self, preparation: Mapping[str, Any]) -> None:
         trained = preparation.get("label")
         if self.label is not None and trained is not None and self.label != trained:
-            raise ValueError(
-                f"`label` must be {trained!r}, which the model predicts, got {self.label!r}."
-            )
+            raise ValueError(f"`label` must be {trained!r}, as in training, got {self.label!r}.")
         super().use_preparation(preparation)
 
     @property
@@ -134,7 +133,7 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def target_scale(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of a label that is a number, in the training rows."""
+        """Mean and standard deviation of a numeric label in the training rows."""
         target = self._of_facts().target
         return None if target is None else (target[0], target[1])
 
@@ -163,13 +162,13 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def source(self) -> str:
-        """What is read, for messages."""
+        """Name of the source, for messages."""
         if self._frame is not None:
             return "the frame"
         return f"the bundled table {self.bundled}" if self.path is None else str(self.path)
 
     def read(self, as_text: bool = False) -> Any:
-        """Return the table as it is, a pandas frame; a CSV file as text if that is wanted."""
+        """Return the raw table as a pandas frame; with `as_text`, keep the text of CSV values."""
         if self._frame is not None:
             return self._frame
         if self.path is not None:
@@ -193,9 +192,9 @@ class TabularDataModule(FittedDataModule):
         if fits and not self.class_names:
             for name, part in parts.items():
                 if len(part) < 2:
-                    raise ValueError(f"The {name} part has {len(part)} rows: give more rows.")
+                    raise ValueError(f"The {name} split has {len(part)} rows: add rows.")
             return
-        # In groups or in time, only the training split must contain every class.
+        # With groups or times, only the training split must contain every class.
         is_free = self.split_by is None and self.time_column is None
         super().check_parts(parts if is_free or not fits else {"train": parts["train"]})
 

@@ -1,4 +1,4 @@
-"""Tasks in sequence over any image DataModule."""
+"""Sequences of tasks from any image DataModule."""
 
 import math
 from bisect import bisect_right
@@ -19,13 +19,13 @@ from ._loader import BatchLoader
 from ._splits import Batch, Split
 from .base import BaseDataModule, check_choice
 
-Change: TypeAlias = Callable[[Tensor, Indices], Tensor]  # images and their rows -> images
+Change: TypeAlias = Callable[[Tensor, Indices], Tensor]  # (images, their rows) -> images
 Drift: TypeAlias = Literal["noise", "blur", "contrast", "occlusion"]
 Course: TypeAlias = Literal["abrupt", "gradual", "recurring"]
 
 
 def permuted(seed: int, task: int) -> Change:
-    """Return a change that permutes pixels, alike for all images."""
+    """Return a change that permutes the pixels of all images alike."""
 
     def permute(images: Tensor, rows: Indices) -> Tensor:
         flat = images.flatten(1)
@@ -36,12 +36,12 @@ def permuted(seed: int, task: int) -> Change:
 
 
 def rotated(degrees: float) -> Change:
-    """Return a change that rotates images about their centre; what comes in is black."""
+    """Return a change that rotates images about their centre; exposed corners are black."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
 
     def rotate(images: Tensor, rows: Indices) -> Tensor:
         height, width = images.shape[-2:]
-        # In units of half an image, along which a pixel is longer on the shorter side.
+        # In units of half an image, a pixel is longer on the shorter side.
         matrix = [[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]
         theta = torch.tensor(matrix).expand(len(images), -1, -1)
         grid = F.affine_grid(theta, list(images.shape), align_corners=False)
@@ -51,7 +51,7 @@ def rotated(degrees: float) -> Change:
 
 
 def drifted(kind: Drift, severity: float, seed: int) -> Change:
-    """Return a change of a severity from 0 to 1, fixed for every image by the seed and its row."""
+    """Return a drift with a severity from 0 to 1; an image's change depends on seed and row."""
 
     def change(images: Tensor, rows: Indices) -> Tensor:
         largest = 1.0 if images.is_floating_point() else 255.0
@@ -80,7 +80,7 @@ def _mean_of_neighbours(x: Tensor) -> Tensor:
 
 
 def _occluded(x: Tensor, severity: float, generators: Sequence[np.random.Generator]) -> Tensor:
-    """Return images with a black square each, of up to half of their sides."""
+    """Black out a square in every image, of up to half its shorter side."""
     height, width = x.shape[-2:]
     side = round(severity * min(height, width) / 2)
     for image, generator in zip(x, generators, strict=True):
@@ -101,7 +101,7 @@ def severities(course: Course, tasks: int) -> list[float]:
 
 
 class TaskParts:
-    """The samples of several tasks, one task after the other.
+    """The samples of several tasks, one task after another.
 
     Args:
         parts: The samples of each task.
@@ -128,7 +128,7 @@ class TaskParts:
 
 
 class TaskLoader(BatchLoader):
-    """A loader of `TaskParts` whose batches hold samples of one task each."""
+    """A loader of `TaskParts`, each batch of which has samples of only one task."""
 
     part: TaskParts
 
@@ -139,7 +139,7 @@ class TaskLoader(BatchLoader):
         return ends
 
     def task_of(self, batch: int) -> int:
-        """Return the task of a batch, among the tasks of the part."""
+        """Return the task of a batch, as its position in `TaskParts`."""
         return bisect_right(self.part.ends, self._batch_ends(0)[batch] - 1)
 
 
@@ -150,27 +150,27 @@ _LARGEST_ANGLE = 180.0
 
 
 class TaskSequence(BaseDataModule):
-    """The samples of another DataModule as tasks, which one Trainer run learns one by one.
+    """A sequence of tasks from another DataModule, learned in a single Trainer run.
 
-    The epochs of the Trainer are divided evenly among tasks, and it must load the data of the next
-    task: `Trainer(max_epochs=10, reload_dataloaders_every_n_epochs=1)`. Validation and test see all
-    tasks, task by task, in batches of one task each. A run is resumed at any step.
+    The Trainer's epochs are divided evenly among the tasks. It must reload the data for each task:
+    `Trainer(max_epochs=10, reload_dataloaders_every_n_epochs=1)`. Validation and test cover the
+    tasks one after another, in batches of a single task. A run can be resumed at any step.
 
     Args:
-        data: The DataModule of images.
-        kind: `split`: each task has classes of its own. `permuted`: pixels are permuted, in each
-            task otherwise, in the first not at all. `rotated`: by equal angles below half a turn.
-            `drift`: images are damaged, see `drift` and `course`.
+        data: The DataModule with the images.
+        kind: `split`: each task has different classes. `permuted`: each task but the first permutes
+            the pixels differently. `rotated`: tasks rotate images in equal steps, by less than 180
+            degrees. `drift`: images are degraded; see `drift` and `course`.
         tasks: Number of tasks.
-        labels: What a model is told. `task`: the task of every sample. `domain`: not the task, and
-            its classes are numbered anew in each task. `class`: not the task, of which each has
-            classes of its own (for `split`).
-        evaluate: The tasks of a validation: `all`, those `seen` so far, or the `current` one.
-        joint: Whether every task trains on the samples of all of them, as a limit to compare with.
-        task_seed: Seed of permutations and drifts.
-        drift: What damages images: `noise`, `blur`, `contrast` or `occlusion`.
-        course: `abrupt`: all tasks but the first are damaged. `gradual`: each more than the one
-            before. `recurring`: every second one.
+        labels: `task`: a model may know the task of every sample. `domain`: the task is unknown,
+            and its classes are numbered from 0. `class`: the task is unknown, and each task has
+            different classes (for `split`).
+        evaluate: Tasks to validate on: `all`, those `seen` so far, or the `current` one.
+        joint: Whether every task trains on the samples of all tasks, as an upper bound.
+        task_seed: Seed of the permutations and drifts.
+        drift: How images are degraded: `noise`, `blur`, `contrast` or `occlusion`.
+        course: `abrupt`: all tasks but the first are degraded. `gradual`: each task is degraded
+            more than the one before. `recurring`: every second task is degraded.
 
     >>> from dg_lightning.datamodules import DigitsDataModule
     >>> data = TaskSequence(DigitsDataModule(), tasks=5)
@@ -195,7 +195,7 @@ class TaskSequence(BaseDataModule):
         if not isinstance(data, BaseDataModule):
             raise TypeError(f"`data` must be a DataModule of this package, got {data!r}.")
         if not isinstance(tasks, int) or tasks < 2:
-            raise ValueError(f"`tasks` must be a whole number of at least 2, got {tasks!r}.")
+            raise ValueError(f"`tasks` must be an integer of at least 2, got {tasks!r}.")
         sizes = data.batch_size, data.eval_batch_size, str(data.root), str(data.cache_dir)
         loading = data.split_seed, data.num_workers, data.pin_memory, data.device_cache
         super().__init__(*sizes, *loading)
@@ -208,14 +208,14 @@ class TaskSequence(BaseDataModule):
         self.course = check_choice("course", course, "abrupt", "gradual", "recurring")
         if labels == "class" and kind != "split":
             raise ValueError(
-                f"`labels: class` goes with `kind: split`: in {kind!r} all tasks have the same "
-                "classes; choose `task` or `domain`."
+                f"`labels: class` needs `kind: split`, got {kind!r}, whose tasks all have the same "
+                "classes: use `task` or `domain`."
             )
         self._by_task: list[dict[str, Split]] = []
-        self._seed: int | None = None  # of the order of samples; a resumed run keeps it
+        self._seed: int | None = None  # seed of the sample order, kept by a resumed run
         self._loaders: dict[str, TaskLoader] = {}
 
-    # What callbacks ask, see `dg_lightning.continual.TaskData`.
+    # Interface for callbacks; see `dg_lightning.continual.TaskData`.
 
     @property
     def tells_task(self) -> bool:
@@ -224,7 +224,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def current_task(self) -> int:
-        """The task of the Trainer's epoch; the first one without a Trainer."""
+        """The task of the current epoch; the first task without a Trainer."""
         if self.trainer is None or not self.trainer.max_epochs:
             return 0
         return min(
@@ -238,7 +238,7 @@ class TaskSequence(BaseDataModule):
         return self._evaluated(part).start + self._loaders[part].task_of(batch)
 
     def classes_of(self, task: int) -> tuple[int, ...] | None:
-        """Return the classes that a task is about; None if all tasks have the same."""
+        """Return the classes of a task; None if all tasks have the same classes."""
         if self.kind != "split" or self.labels == "domain":
             return None
         return tuple(self._groups()[task].tolist())
@@ -248,11 +248,11 @@ class TaskSequence(BaseDataModule):
         if self.tasks > self.data.num_classes:
             raise ValueError(
                 f"`tasks` must be at most the {self.data.num_classes} classes of "
-                f"{type(self.data).__name__}, got {self.tasks}: choose fewer, or `kind: permuted`."
+                f"{type(self.data).__name__}, got {self.tasks}: use fewer, or `kind: permuted`."
             )
         return np.array_split(np.arange(self.data.num_classes), self.tasks)
 
-    # What a DataModule is asked.
+    # Interface of a DataModule.
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Class names; those of several tasks that share a label are joined."""
+        """Class names; names of several tasks that share a label are joined."""
         names = self.data.class_names
         if self.kind != "split" or self.labels != "domain":
             return names
@@ -295,8 +295,8 @@ class TaskSequence(BaseDataModule):
             self._check_trainer()
         if len(self.input_shape) != 3 and self.kind != "split":
             raise ValueError(
-                f"`kind: {self.kind}` changes images, got samples of shape {self.input_shape}: "
-                "use `kind: split`."
+                f"`kind: {self.kind}` needs images, got samples of shape {self.input_shape}: use "
+                "`kind: split`."
             )
         super().setup(stage)
 
@@ -306,13 +306,13 @@ class TaskSequence(BaseDataModule):
         epochs, reload = trainer.max_epochs, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not epochs or epochs < 0 or epochs % self.tasks:
             raise ValueError(
-                f"`max_epochs` must be a multiple of the {self.tasks} tasks, which get as many "
-                f"each, got {epochs}."
+                f"`max_epochs` must be a multiple of the {self.tasks} tasks, which have equal "
+                f"numbers of epochs, got {epochs}."
             )
         if reload < 1 or epochs // self.tasks % reload:
             raise ValueError(
-                "The Trainer must load the data of each task: set "
-                f"`reload_dataloaders_every_n_epochs: 1`, got {reload}."
+                "`reload_dataloaders_every_n_epochs` must load the data of each task, got "
+                f"{reload}: set it to 1."
             )
 
     @override
@@ -326,7 +326,7 @@ class TaskSequence(BaseDataModule):
             for name, part in of_task.items():
                 if not len(part):
                     raise ValueError(
-                        f"Task {task} has no samples in the {name} part: the dataset is incomplete."
+                        f"Task {task} has no samples in the {name} split: dataset incomplete."
                     )
         return self._by_task[0]
 
@@ -351,7 +351,7 @@ class TaskSequence(BaseDataModule):
 
     @override
     def check_parts(self, parts: Mapping[str, Split]) -> None:
-        """Classes may be missing in a task."""
+        """Accept all splits, because a task may lack classes."""
 
     @override
     def describe_parts(self) -> str:
@@ -359,10 +359,10 @@ class TaskSequence(BaseDataModule):
             f"{name} {sum(len(of_task[name]) for of_task in self._by_task):,}"
             for name in self._by_task[0]
         )
-        return f"{self.tasks} tasks ({self.kind}), {sizes} samples of all tasks together"
+        return f"{self.tasks} tasks ({self.kind}), {sizes} samples in all tasks together"
 
     def _evaluated(self, part: str) -> range:
-        """Return the tasks that a part holds."""
+        """Return the tasks that a split covers."""
         fits = self.trainer is not None and self.trainer.state.fn == "fit"
         if part == "test" or self.evaluate == "all" or not fits:
             return range(self.tasks)
@@ -370,7 +370,7 @@ class TaskSequence(BaseDataModule):
 
     @override
     def part(self, name: str) -> Any:
-        """Return the samples of all tasks, of `val` those that are evaluated now."""
+        """Return the samples of all tasks; for `val`, of the tasks that are evaluated now."""
         super().part(name)
         tasks = range(self.tasks) if name == "train" else self._evaluated(name)
         return TaskParts([self._by_task[task][name] for task in tasks])

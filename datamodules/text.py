@@ -1,4 +1,4 @@
-"""Text as bytes: a folder of files, or the Python sources of the running interpreter."""
+"""Text as bytes: a folder of files, or the source code of the running Python."""
 
 import hashlib
 import sysconfig
@@ -23,30 +23,29 @@ _NOT_STANDARD = {"site-packages", "dist-packages"}
 
 
 class TextDataModule(BaseDataModule):
-    """Windows of text for a language model of bytes; by default no download is needed.
+    """Windows of text for byte-level language models; needs no download by default.
 
-    Files are read once, copies of the same file are left out, and each file belongs to one part as
-    a whole: a share of the bytes is for validation, another for the test, by `split_seed`. A
-    training epoch draws windows at random, anew in every epoch; validation and test take windows at
-    equal distances. A batch is a pair of bytes and the bytes that follow them.
+    Duplicate files are skipped, and `split_seed` assigns every file to a single split, according to
+    the shares of the bytes. Each training epoch samples random windows; validation and test use
+    evenly spaced windows. A batch is a pair: input bytes, and the bytes that follow them.
 
     Args:
-        batch_size: Windows of a training batch.
-        eval_batch_size: Windows of a batch of validation and test; `batch_size` if None.
-        folder: A folder of text files, searched with all its subfolders; None for the source code
-            of the running Python, whose standard library has up to 30 MB.
-        packages: Whether to take the source code of its installed packages too, some 300 MB where
-            torch is installed; goes with no folder.
-        pattern: Which files of the folder to take, as `*.txt`.
+        batch_size: Windows per training batch.
+        eval_batch_size: Windows per batch of validation and test; `batch_size` if None.
+        folder: A folder of text files, searched recursively. If None, the source code of the
+            running Python is used, whose standard library has up to 30 MB.
+        packages: Whether to add the source code of installed packages, about 300 MB with torch;
+            only without `folder`.
+        pattern: Pattern of the file names in the folder, such as `*.txt`.
         context: Length of a window in bytes.
-        windows_per_epoch: Windows of a training epoch; None for as many as the text has room for.
-        eval_windows: Windows of validation, and of the test; None for as many as there is room for.
-        val_share: Share of the bytes that is for validation.
-        test_share: Share of the bytes that is for the test.
-        prompt: What `predict` continues.
-        samples: How many continuations it draws.
-        sample_length: Their length in bytes.
-        sample_temperature: Temperature of the draws; 0 takes the most probable byte.
+        windows_per_epoch: Windows per training epoch; as many as fit side by side if None.
+        eval_windows: Windows for validation, and for the test; as many as fit side by side if None.
+        val_share: Share of the bytes for validation.
+        test_share: Share of the bytes for the test.
+        prompt: Text that `predict` continues.
+        samples: Number of continuations to sample.
+        sample_length: Length of a continuation in bytes.
+        sample_temperature: Sampling temperature; 0 always takes the most probable byte.
         **options: Further arguments of `BaseDataModule`, such as `cache_dir` and `split_seed`.
 
     >>> data = TextDataModule(batch_size=8, context=64)
@@ -83,15 +82,15 @@ class TextDataModule(BaseDataModule):
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
-                "`val_share` and `test_share` must be above 0 and together below 1, got "
+                "`val_share` and `test_share` must be above 0, with a sum below 1, got "
                 f"{val_share} and {test_share}."
             )
         if sample_temperature < 0:
             raise ValueError(f"`sample_temperature` must be at least 0, got {sample_temperature}.")
         if not prompt:
-            raise ValueError("`prompt` must hold at least one character.")
+            raise ValueError("`prompt` must have at least one character.")
         if packages and folder is not None:
-            raise ValueError("`packages` are those of Python: leave it out, or `folder`.")
+            raise ValueError("`packages` and `folder` exclude each other: use one of them.")
         self.packages = packages
         self.folder = None if folder is None else Path(folder).absolute()
         self.pattern, self.context = pattern, context
@@ -122,14 +121,14 @@ class TextDataModule(BaseDataModule):
             return _python_sources(self.packages)
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"TextDataModule finds no folder {self.folder}: give one with text files, or leave "
-                "`folder` out for the sources of Python."
+                f"`folder` must be a folder of text files, got {self.folder}: use another, or omit "
+                "it for the source code of Python."
             )
         found = [path for path in sorted(self.folder.rglob(self.pattern)) if path.is_file()]
         if len(found) < 3:
             raise ValueError(
-                f"TextDataModule needs at least three files, one for each part, got {len(found)} "
-                f"that match {self.pattern!r} in {self.folder}: give more, or another `pattern`."
+                f"TextDataModule needs at least three files, one per split, got {len(found)} that "
+                f"match {self.pattern!r} in {self.folder}: add files, or change `pattern`."
             )
         return found
 
@@ -142,8 +141,8 @@ class TextDataModule(BaseDataModule):
         files = list(_different_files(self.sources()))
         if len(files) < 3:
             raise ValueError(
-                "TextDataModule needs at least three different files of text, one for each part, "
-                f"got {len(files)}: give more, or another `pattern`."
+                "TextDataModule needs at least three different text files, one per split, got "
+                f"{len(files)}: add files, or change `pattern`."
             )
         total = sum(map(len, files))
         order = np.random.default_rng(self.split_seed).permutation(len(files)).tolist()
@@ -151,7 +150,7 @@ class TextDataModule(BaseDataModule):
             held_out: list[int] = []
             room = share * total
             for index in list(order):
-                # A file of each later part is left: of the test, and of training.
+                # Leave at least one file for each later split and for training.
                 if len(files[index]) <= room and len(order) > len(self.shares) - left:
                     room -= len(files[index])
                     held_out.append(index)
@@ -178,8 +177,8 @@ class TextDataModule(BaseDataModule):
         for name, part in parts.items():
             if len(part.text) <= self.context:
                 raise ValueError(
-                    f"The {name} part has {len(part.text)} bytes, and a window needs "
-                    f"{self.context + 1}: give more or larger files, or a smaller `context`."
+                    f"The {name} split has {len(part.text)} bytes, but a window needs "
+                    f"{self.context + 1}: add more or larger files, or reduce `context`."
                 )
 
     @override
@@ -201,7 +200,7 @@ class TextDataModule(BaseDataModule):
 
     @staticmethod
     def text_of(tokens: Sequence[int]) -> str:
-        """Return the text of bytes; what is no text is shown as a replacement character."""
+        """Decode bytes; invalid bytes become replacement characters."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -215,7 +214,7 @@ def _python_sources(packages: bool) -> list[Path]:
 
 
 def _different_files(paths: Sequence[Path | str]) -> Iterator[NDArray[np.uint8]]:
-    """Give the contents of text files, each once."""
+    """Yield the contents of text files, without duplicates."""
     seen, binary = set(), 0
     for path in paths:
         content = Path(path).read_bytes()
@@ -228,4 +227,4 @@ def _different_files(paths: Sequence[Path | str]) -> Iterator[NDArray[np.uint8]]
             continue
         yield np.frombuffer(content, np.uint8)
     if binary:
-        rank_zero_warn(f"TextDataModule leaves out {binary} files that hold no text.")
+        rank_zero_warn(f"TextDataModule ignores {binary} files that are not text.")

@@ -22,10 +22,10 @@ _SHIFTS = {"crop_flip": 4, "flip": 0, "none": None}  # pixels
 
 
 class TinyImageNetDataModule(BaseDataModule):
-    """100,000 training images of 3 x 64 x 64 pixels, 200 classes; the official 10,000 val images.
+    """100,000 training and 10,000 test images of 3 x 64 x 64 pixels, 200 classes.
 
-    The official validation images are the test set, because the test labels are not public;
-    validation samples are a stratified subset of the training images. Greyscale images become RGB.
+    The official validation images are the test set, because the test labels are not public.
+    Validation samples are a stratified subset of the training images. Greyscale images become RGB.
 
         root/tiny-imagenet-200/wnids.txt, words.txt
         root/tiny-imagenet-200/train/<wnid>/images/*.JPEG
@@ -41,9 +41,9 @@ class TinyImageNetDataModule(BaseDataModule):
         augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them; `flip`
             only flips.
         padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
-            `constant` black, as published. GateNets learn to see a black border.
-        statistics: Dataset whose mean and standard deviation normalise the images: ImageNet or
-            Tiny ImageNet itself.
+            `constant` black, as published. GateNets learn to recognise a black border.
+        statistics: Dataset whose mean and standard deviation normalise the images: `imagenet` or
+            `tiny_imagenet`.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -99,7 +99,7 @@ class TinyImageNetDataModule(BaseDataModule):
         annotations = self.folder / "val" / "val_annotations.txt"
         lines = sorted(line for line in annotations.read_text().splitlines() if line)
         if bad := [line for line in lines if "\t" not in line]:
-            raise ValueError(f"{annotations} is damaged: a line is {bad[0]!r}; get it again.")
+            raise ValueError(f"{annotations} is damaged: it has the line {bad[0]!r}; replace it.")
         named = (line.split("\t")[:2] for line in lines)
         return train, {f"{self.folder}/val/images/{name}": wnid for name, wnid in named}
 
@@ -112,7 +112,7 @@ class TinyImageNetDataModule(BaseDataModule):
         for part, images in zip(("train", "test"), self._images(), strict=True):
             if unknown := set(images.values()) - set(wnids):
                 raise ValueError(
-                    f"{self.folder}/wnids.txt lacks {min(unknown)}, which some images have."
+                    f"{self.folder}/wnids.txt lacks {min(unknown)}, the class of some images."
                 )
             save(f"{part}_images", read_chunks(list(images), read_rgb))
             save(f"{part}_labels", [np.array([wnids.index(wnid) for wnid in images.values()])])
@@ -140,7 +140,7 @@ def read_rgb(path: str) -> NDArray[np.uint8]:
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"{path} is damaged ({os.path.getsize(path)} bytes: {error}): get it again."
+            f"{path} is damaged ({os.path.getsize(path)} bytes: {error}): replace it."
         ) from error
     if pixels.shape[:2] != (_SIZE, _SIZE):
         raise ValueError(f"{path} must have {_SIZE} x {_SIZE} pixels, got {pixels.shape[:2]}.")

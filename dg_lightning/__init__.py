@@ -42,8 +42,7 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-# Imported on first use: the command line answers simple questions without torch, which takes
-# seconds to import.
+# Imported on first use, because importing torch takes seconds and simple commands do not need it.
 _EXPORTS = {
     "CapturedSteps": "training",
     "DynamicGate": "gates",

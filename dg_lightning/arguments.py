@@ -1,4 +1,4 @@
-"""Check arguments against their annotations: one line that names the argument."""
+"""Check arguments against their annotations, with one-line errors that name the argument."""
 
 import dataclasses
 import inspect
@@ -19,14 +19,14 @@ _WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "an integer",
     float: "a finite number",
-    str: "a string, not empty",
+    str: "a non-empty string",
 }
 
 
 def checked(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse arguments of a constructor that do not fit their annotation.
+    """Check a constructor's arguments against their annotations.
 
-    Numbers must be finite, and strings, lists and dicts not empty.
+    Numbers must be finite; strings, lists and dicts must not be empty.
 
     >>> class Every:
     ...     @checked
@@ -47,7 +47,7 @@ def checked(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept former names of arguments for one release, with a DeprecationWarning.
+    """Accept the old names of arguments for one release, with a DeprecationWarning.
 
     >>> @renamed(only="layers")
     ... def add(layers: list[str]) -> list[str]:
@@ -56,7 +56,7 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     print(add(only=["3"]), caught[0].message)
-    ['3'] `only` is now `layers`: the old name will go with the next release.
+    ['3'] `only` was renamed to `layers`: the next release drops the old name.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -65,9 +65,9 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             for old, new in names.items():
                 if old in kwargs:
                     if new in kwargs:
-                        raise TypeError(f"`{old}` is now `{new}`: give one of them.")
+                        raise TypeError(f"`{old}` was renamed to `{new}`: pass only one of them.")
                     warnings.warn(
-                        f"`{old}` is now `{new}`: the old name will go with the next release.",
+                        f"`{old}` was renamed to `{new}`: the next release drops the old name.",
                         DeprecationWarning,
                         stacklevel=2,
                     )
@@ -80,7 +80,7 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def percent(text: str) -> float | None:
-    """Return the share that a text such as "30%" means; None if it is no such text.
+    """Convert text such as "30%" to a fraction; None for other text.
 
     >>> percent("30%"), percent("5 %"), percent("30")
     (0.3, 0.05, None)
@@ -90,22 +90,21 @@ def percent(text: str) -> float | None:
 
 
 def warn_of_fraction(name: str, value: float, stacklevel: int = 3) -> None:
-    """Warn of a fraction that is given as a float, which is easily taken for a count."""
+    """Warn about a fraction given as a float, which is easily mistaken for a count."""
     warnings.warn(
-        f"`{name}={value}` is a fraction: write '{100 * value:g}%'. Floats will be refused in the "
-        "next release.",
+        f"`{name}={value}` is a fraction: write '{100 * value:g}%'.",
         DeprecationWarning,
         stacklevel,
     )
 
 
 def check_fields(instance: Any) -> None:
-    """Refuse fields of a dataclass that do not fit their annotation."""
+    """Check a dataclass's fields against their annotations."""
     _check(type(instance), vars(instance))
 
 
 def as_dataclass(name: str, value: Any, kind: type[T]) -> T:
-    """Return a dataclass, from itself or from its fields as plain values."""
+    """Return `value` as a dataclass, built from a dict of its fields if necessary."""
     if isinstance(value, kind):
         return value
     try:
@@ -143,7 +142,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
-    if dataclasses.is_dataclass(hint):  # or its fields as plain values, as in a config
+    if dataclasses.is_dataclass(hint):  # a dict holds its fields, as in a config
         return isinstance(value, dict | hint)
     if hint is str:
         return isinstance(value, str) and bool(value)
@@ -151,7 +150,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Return what an annotation asks for, in words."""
+    """Describe in words the values that an annotation allows."""
     *most, last = _alternatives(hint)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -163,7 +162,7 @@ def _alternatives(hint: Any) -> list[str]:
     if kind is Literal:
         return [str(one) for one in inner]
     if kind is list:
-        return [f"a list, not empty, each {_words(inner[0])}"]
+        return [f"a non-empty list, each {_words(inner[0])}"]
     if kind is dict:
-        return [f"a dict by name, not empty, each {_words(inner[1])}"]
+        return [f"a non-empty dict by name, each {_words(inner[1])}"]
     return [_WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")]

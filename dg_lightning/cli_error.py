@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 
 class CLIError(SystemExit):
-    """Exits the program, with status 2 for a user error and 1 for a failed run."""
+    """Exits the program: status 2 for a user error, 1 for a failed run."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(status)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to the target, which replaces the target on success.
+    """Yield a temporary path next to the target; it replaces the target on success.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "a.txt")
@@ -25,7 +25,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     >>> target.read_text()
     'new'
     """
-    path = path.resolve()  # follow links
+    path = path.resolve()  # a link stays, and its target is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
@@ -48,13 +48,13 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
     """Hold a file lock.
 
     Args:
-        path: The file, which is made.
-        what: What a process does that holds it, for messages.
+        path: The lock file, created if missing.
+        what: What a process does while it holds the lock, for messages.
         limit: Seconds to wait for another process.
         remove: Whether to remove the file afterwards.
 
     Raises:
-        ValueError: If another process holds it for longer.
+        ValueError: If another process holds the lock for longer, or the file cannot be locked.
     """
     lock = FileLock(path)
     try:
@@ -62,13 +62,13 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
     except OSError as error:
         if not isinstance(error, Timeout):
             raise ValueError(f"{path} cannot be locked ({error}): use another folder.") from error
-        rank_zero_info(f"Waiting for another process, which {what} and holds {path}")
+        rank_zero_info(f"Waiting for another process, which {what} and has locked {path}")
         try:
             lock.acquire(timeout=limit)
         except Timeout as error:
             raise ValueError(
-                f"Another process {what} and has held {path} for {limit:.0f} s: wait for it, or "
-                "end it."
+                f"Another process {what} and has locked {path} for {limit:.0f} s: wait for it, or "
+                "stop it."
             ) from error
     try:
         yield
@@ -79,7 +79,7 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
-    """Write a table atomically; see `csv_cell`."""
+    """Write a CSV table atomically, with every cell passed through `csv_cell`."""
     with (
         atomic_write(path) as unfinished,
         unfinished.open("w", newline="", encoding="utf-8") as file,
@@ -87,13 +87,13 @@ def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
         csv.writer(file).writerows(map(csv_cell, row) for row in rows)
 
 
-_SKIPPED = "' \t\r\n\v\f\ufeff\u00a0\u3000"  # by a spreadsheet, at the beginning of a cell
+_SKIPPED = "' \t\r\n\v\f\ufeff\u00a0\u3000"  # characters that spreadsheets ignore before a formula
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a value for a CSV file, which a spreadsheet does not take for a formula.
+    """Return a value that spreadsheets do not read as a formula.
 
-    Text that begins like a formula gets an apostrophe before it.
+    Text that begins like a formula gets an apostrophe in front.
 
     >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell(None)
     ("'=1+1", '-0.5', -0.5, '')
@@ -110,7 +110,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def from_csv_cell(text: str) -> str:
-    """Return the text that `csv_cell` has marked.
+    """Return the original text of a `csv_cell`.
 
     >>> from_csv_cell("'=1+1"), from_csv_cell("'quoted'")
     ('=1+1', "'quoted'")
@@ -119,13 +119,13 @@ def from_csv_cell(text: str) -> str:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint next to its target and renames it, so that a full disk loses nothing.
+    """Writes checkpoints atomically, so that a full disk cannot destroy the previous one.
 
     Lightning writes to the temporary folder and copies from there, which truncates the last good
     checkpoint if the disk is full.
 
     Args:
-        read: Checkpoints that have been read and checked, by path: they are not read again.
+        read: Checkpoints that were already read and checked, by path. They are not read again.
 
     >>> import lightning.pytorch as pl
     >>> trainer = pl.Trainer(plugins=[AtomicCheckpointIO()], accelerator="cpu", logger=False)

@@ -48,7 +48,7 @@ def main() -> None:
     gates = AddGates(
         feed_forward={"kind": "static"},
         heads={"kind": "static", "min_open": 1},
-        module="net",
+        submodule="net",
         example=example,
     )
     trainer = pl.Trainer(

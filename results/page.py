@@ -1,6 +1,6 @@
-"""Make RESULTS.md from the tables of the studies and `page.md.j2`: `make results`.
+"""Write RESULTS.md from the study tables and `page.md.j2`: `make results`.
 
-The table at the top of README.md is made with it.
+The table at the top of README.md is updated too.
 """
 
 import csv
@@ -23,7 +23,7 @@ _FRONT_PLACE = re.compile(r"(<!-- results -->\n).*?(\n<!-- /results -->)", re.DO
 
 
 def summary(studies: dict[str, Study]) -> str:
-    """Return the main rows of each dataset."""
+    """Return a table of the main variants of each dataset."""
     lines = []
     for title, study in studies.items():
         names = {
@@ -41,7 +41,7 @@ def summary(studies: dict[str, Study]) -> str:
 
 
 def budgets(studies: dict[str, Study]) -> str:
-    """Return what every budget was, what tests used, and what the landing cost."""
+    """Return a table of budgets, of their use in the test, and of the cost of landing."""
     lines = []
     for title, study in studies.items():
         for v, (asked, miss) in study.misses().items():
@@ -55,7 +55,7 @@ def budgets(studies: dict[str, Study]) -> str:
 
 
 def input_pays(studies: dict[str, Study]) -> str:
-    """Return leads of input-dependent gates: over static ones, and of a wide net over dense."""
+    """Return the leads of input-dependent gates over static ones, and of wide nets over dense."""
     lines = []
     for title, study in studies.items():
         static = "dynamicgate_equal" if "dynamicgate_equal" in study.variants else "dynamicgate"
@@ -68,7 +68,7 @@ def input_pays(studies: dict[str, Study]) -> str:
 
 
 def of_tasks(study: Study) -> str:
-    """Return what is known of tasks after the last one, and what was lost of them."""
+    """Return the average accuracy and the forgetting after the last task."""
     lines = []
     for v in study.variants:
         runs = str(len(study.values(v, "accuracy")))
@@ -80,7 +80,7 @@ def of_tasks(study: Study) -> str:
 
 
 def of_plasticity(study: Study) -> str:
-    """Return how well tasks were learned, and whether the last ones were learned worse."""
+    """Return the accuracy right after each task, and the plasticity."""
     keys = ("tasks_accuracy_when_learned", "tasks_plasticity")
     lines = [[f"`{v}`", *(study.percent(v, key) for key in keys)] for v in study.variants]
     columns = ["variant", "accuracy right after learning a task, %", "plasticity, points"]
@@ -88,7 +88,7 @@ def of_plasticity(study: Study) -> str:
 
 
 def of_text(study: Study) -> str:
-    """Return losses of language models, and the share of the gap from narrow to dense."""
+    """Return the losses of language models, and how much of the narrow-dense gap they close."""
     dense, narrow = (statistics.fmean(study.values(v, "loss")) for v in ("baseline", "narrow"))
     lines = []
     for v in study.variants:
@@ -104,7 +104,7 @@ def of_text(study: Study) -> str:
 
 
 def gap_by_seed(study: Study) -> str:
-    """Return the share of the gap from narrow to dense that gates close, for each seed."""
+    """Return the share of the narrow-dense gap that gates close, by seed."""
     losses = [study.values(v, "loss") for v in ("narrow", "baseline", "dynamicgate")]
     shares = [
         (narrow - gated) / (narrow - dense) for narrow, dense, gated in zip(*losses, strict=True)
@@ -113,7 +113,7 @@ def gap_by_seed(study: Study) -> str:
 
 
 def of_drift(study: Study) -> str:
-    """Return what adaptation wins and costs, with standard errors."""
+    """Return the gains and costs of adaptation, with standard errors."""
     lines = []
     for v in study.variants:
         drift, _, what = v.partition("_")
@@ -131,7 +131,7 @@ def of_drift(study: Study) -> str:
 
 
 def of_tables(study: Study) -> str:
-    """Return accuracy or R² of dense nets, gated nets and gradient boosting on each table."""
+    """Return the accuracy or R² of dense nets, gated nets and gradient boosting, by table."""
     with (HERE / "boosting" / f"{study.name}.csv").open(encoding="utf-8") as file:
         boosting = list(csv.DictReader(file))
     lines = []
@@ -151,13 +151,13 @@ def of_tables(study: Study) -> str:
 
 
 def of_time_scales(*studies: Study) -> str:
-    """Return accuracies by how fast gates and how often connections move."""
+    """Return accuracies by learning speed of gates and rewiring interval."""
     lines = [[f"`{v}`", *(study.percent(v) for study in studies)] for v in studies[0].variants]
     return markdown_table(["variant", *(study.config["dataset"] for study in studies)], lines)
 
 
 def worst_miss(studies: dict[str, Study]) -> str:
-    """Return the largest of their misses, in percent, rounded up."""
+    """Return the largest budget miss in percent, rounded up."""
     misses = [abs(miss) for study in studies.values() for _, miss in study.misses().values()]
     return f"{math.ceil(1000 * max(misses)) / 10:.1f}"
 
@@ -175,15 +175,17 @@ def front_table() -> str:
 
 
 def with_front_table(readme: str) -> str:
-    """Return the README with its current table."""
+    """Return the README with an updated table."""
     made, count = _FRONT_PLACE.subn(lambda found: found[1] + front_table() + found[2], readme)
     if count != 1:
-        raise ValueError("README.md needs one place for its table, between <!-- results --> marks.")
+        raise ValueError(
+            "README.md needs one place for its table: add <!-- results --> and <!-- /results -->."
+        )
     return made
 
 
 def page() -> str:
-    """Return the page."""
+    """Return RESULTS.md as text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         undefined=jinja2.StrictUndefined,

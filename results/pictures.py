@@ -1,7 +1,7 @@
-"""Draw the pictures of the documentation.
+"""Draw the figures of the documentation.
 
 python results/pictures.py                 # accuracy against MACs, from results/*.csv
-python results/pictures.py markers RUN     # marker genes, of a run of pbmc3k/dynamicgate
+python results/pictures.py markers RUN     # marker genes, from a run of pbmc3k/dynamicgate
 """
 
 import statistics
@@ -32,7 +32,7 @@ STYLES = {  # marker and colour
     "RigL alone": ("v", "C1"),
     "experts": ("P", "C4"),
 }
-VARIANTS = {  # what is drawn
+VARIANTS = {  # label -> variant
     "dense": "baseline",
     "static gates": "dynamicgate",
     "gates by input": "dynamicgate_input",
@@ -47,11 +47,11 @@ VARIANTS_OF_TEXT = {
     "gates by input, 4 times as wide": "dynamicgate_wide",
     "experts": "switch_moe",
 }
-MARKERS = 3  # genes of a cell type
+MARKERS = 3  # genes per cell type
 
 
 def accuracy_against_macs() -> None:
-    """Draw one panel a dataset: test accuracy against executed MACs, ± standard deviation."""
+    """Draw test accuracy against executed MACs, ± standard deviation, one panel per dataset."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     *panels, last = figure.subplots(2, 4).flat
     handles: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def accuracy_against_macs() -> None:
 
 
 def marker_genes(run: Path) -> None:
-    """Draw the genes that speak most for a type, by weight and mean value in it, over all types."""
+    """Draw the genes with the most evidence for each cell type: weight times mean value."""
     import anndata
     import pandas as pd
     import scanpy as sc

@@ -1,4 +1,4 @@
-"""Runs of the studies in `results/*.csv`, and their figures as text."""
+"""Read the studies in `results/*.csv`, and format their figures as text."""
 
 import csv
 import statistics
@@ -25,7 +25,7 @@ class Study:
     """The runs of one study, and their figures as text.
 
     Args:
-        name: Name of the study, of its config and of its table.
+        name: Name of the study, its config and its table.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Study:
         self.paper = published(self.config.get("paper", self.config["dataset"]))
 
     def values(self, variant: str, key: str) -> list[float]:
-        """Return a column of a variant, by seed."""
+        """Return a column of a variant, one value per seed."""
         return [row[key] for row in self.rows if row["variant"] == variant]
 
     def mean(self, variant: str, key: str) -> str:
@@ -54,7 +54,7 @@ class Study:
         return spread([100 * value for value in self.values(variant, key)])
 
     def lead(self, variant: str, over: str = "baseline") -> str:
-        """Return the mean of differences of equal seeds, with its standard error, in points."""
+        """Return the mean paired difference by seed, with its standard error, in points."""
         if variant == over:
             return ""
         found = paired_difference(self.rows, variant, over)
@@ -65,17 +65,17 @@ class Study:
         return f"{points:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
     def saved(self, variant: str) -> str:
-        """Return the share of the dense net's MACs that is not executed, in percent."""
+        """Return the saved share of the dense net's MACs, in percent."""
         (dense,) = set(self.values("baseline", "macs_dense"))
         return spread([100 * (1 - macs / dense) for macs in self.values(variant, "macs")])
 
     def paper_saved(self, variant: str) -> str:
-        """Return the paper's figure of the same, if there is one."""
+        """Return the saved share reported by the paper, if any, in percent."""
         share = self.paper["rows"].get(variant, {}).get("macs_reduction")
         return "" if share is None else f"{100 * share:.2f}"
 
     def used(self, variant: str) -> list[float]:
-        """Return executed MACs as shares of the own dense net, by seed."""
+        """Return executed MACs as a share of the variant's own dense net, by seed."""
         pairs = zip(self.values(variant, "macs"), self.values(variant, "macs_dense"), strict=True)
         return [macs / dense for macs, dense in pairs]
 
@@ -92,13 +92,13 @@ class Study:
         return None
 
     def misses(self) -> dict[str, tuple[float, float]]:
-        """Return the budget of each variant that has one, and by what share of it use is off."""
+        """Return each variant's budget, and the relative error of its use."""
         asked = {v: share for v in self.variants if (share := self.budget(v)) is not None}
         means = {v: statistics.fmean(self.used(v)) for v in asked}
         return {v: (share, means[v] / share - 1) for v, share in asked.items()}
 
     def best_sparse(self) -> str:
-        """Return the sparse variant with the MACs of the fused net that validates best."""
+        """Return the sparse variant with the fused net's MACs and the best validation accuracy."""
         found = [v for v in SPARSE if v in self.variants]
         return max(found, key=lambda v: statistics.fmean(self.values(v, "val_accuracy")))
 
@@ -121,17 +121,17 @@ class Study:
         return markdown_table(columns, lines)
 
     def remarks(self) -> str:
-        """Return what is to be said of the paper's rows."""
+        """Return remarks on the paper's rows."""
         return published_remarks(self.paper, self.rows)
 
     @property
     def training(self) -> str:
-        """How the variants were trained."""
+        """Description of how the variants were trained."""
         return describe_training(self.rows)
 
     @property
     def devices(self) -> str:
-        """Where they were trained."""
+        """Devices on which they were trained, as text."""
         names = {"cpu": "a CPU", "cuda": "a GPU"}
         return " and ".join(names[device] for device in sorted({r["device"] for r in self.rows}))
 

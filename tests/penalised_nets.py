@@ -86,7 +86,7 @@ def term_of(model: nn.Module, settings: dict[str, Any]) -> Tensor:
     weights = settings.get("layer_weights", {"*1*": 1.0})
     return usage_term(
         settings["usage"],
-        mean_rates(gates, settings.get("of", "p"), shares),
+        mean_rates(gates, settings.get("rate", "p"), shares),
         targets=torch.tensor(list(target.values()) if isinstance(target, dict) else [target] * 2),
         power=settings.get("power", 2),
         layer_weights=torch.tensor([1.0, weights["*1*"]]),

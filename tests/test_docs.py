@@ -49,7 +49,7 @@ def run_command(words: list[str]) -> None:
         assert program == "dg-lightning"
         try:
             main(arguments)
-        except SystemExit as ended:  # of what only prints
+        except SystemExit as ended:  # the command only prints
             if ended.code:
                 raise
 

@@ -75,7 +75,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     # First the source archive, then the wheel from it: what is missing there is missing for users.
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder]
-    with FileLock(tmp_path_factory.getbasetemp().parent / "build.lock"):  # of the other workers
+    with FileLock(tmp_path_factory.getbasetemp().parent / "build.lock"):  # shared by all workers
         checked(*build, ROOT, cwd=ROOT)
     (built,) = folder.glob("*.whl")
     return built

@@ -52,8 +52,8 @@ def test_figures_of_text_and_plasticity_are_those_of_their_runs() -> None:
 
 def test_the_budget_of_a_variant_is_what_its_study_asks_for() -> None:
     study = page.Study("mnist")
-    assert study.budget("dynamicgate") == 0.198  # of its config
-    assert study.budget("dynamicgate_equal") == 0.4  # of an option of the study
+    assert study.budget("dynamicgate") == 0.198  # from its config
+    assert study.budget("dynamicgate_equal") == 0.4  # from an option of the study
     assert study.budget("rigl") is None
 
 

@@ -1,4 +1,4 @@
-"""Budgets: usage terms that a loss is penalised with, the controller of λ, and the landing."""
+"""Compute budgets: usage penalties, the controller of λ, and landing on the budget."""
 
 from .budget import GateBudget, Measure, check_budget, gate_budgets, usage_by_budget
 from .penalty import (

@@ -1,6 +1,6 @@
-"""Compute budgets: how much gates use, and how to shift them so that a budget is met exactly.
+"""Compute budgets: measure what gates use, and shift gates to meet a budget exactly.
 
-Usage is measured as deployed: hard gates, with their floors, and with the cost of deciding.
+Usage is measured as deployed: hard gates with their floors, including the cost of gate networks.
 """
 
 import math
@@ -25,12 +25,12 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MOST_CANDIDATES = 4096
-_FAR = 0.5  # of the target
+_FAR = 0.5  # shortfall that is too large, as a share of the target
 
 
 @contextmanager
 def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> Iterator[None]:
-    """Replace the gates of the last forward pass by the deployed ones, with shifted ``z / τ``."""
+    """Temporarily replace recorded gates by deployed gates with shifted ``z / τ``."""
     before = [gate.gate for gate in gates]
     for gate in gates:
         gate.gate = deployed_gate(gate, shifts.get(gate, 0.0)).float()
@@ -42,15 +42,15 @@ def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> It
 
 
 class GateBudget:
-    """A budget for some gates: a share of their units, or of the MACs of linear maps.
+    """A budget for a group of gates: a share of their units, or of the MACs of linear layers.
 
     Args:
         gates: The gates that are penalised and shifted.
         all_gates: All gates of the module.
-        maps: The linear maps whose MACs are counted.
-        measure: `macs` is executed MACs and decisions over the dense MACs of the maps, `open_rate`
-            open units over all units.
-        budget: The share.
+        maps: The linear layers whose MACs are counted.
+        measure: `macs` for executed MACs, including those of gate networks, over the dense MACs of
+            the linear layers. `open_rate` for open units over all units.
+        budget: The share that may be used.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class GateBudget:
 
     @torch.no_grad()
     def used(self, shift: float = 0.0) -> Tensor:
-        """Return the share that the last forward pass used: 0-d, on the gates' device.
+        """Return the share used in the last forward pass, as a 0-d tensor on the gates' device.
 
-        `shift` asks what would have been used with shifted gates, see `shift`.
+        With a nonzero `shift`, return what the pass would have used with gates shifted by it.
         """
         gates = list(self.gates.values())
         concerned = gates if self.measure == "open_rate" else self.all_gates
@@ -86,18 +86,18 @@ class GateBudget:
             device = self.device
             counts = [executed_macs(m) for m in self.maps]
             counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
-            # Counts that no gate changes are known on the host.
+            # Counts that do not depend on gates are on the CPU: no synchronisation needed.
             known = sum(float(count) for count in counts if count.device != device)
             means = [_row_mean(count) for count in counts if count.device == device]
             return (torch.stack(means).sum() + known) / self.macs_dense
 
     def _deciding(self) -> list[GateLike]:
-        """Return the gates whose decisions are part of the MACs."""
+        """Return the gates whose own cost is part of the MACs."""
         own = [m.output_gate for m in self.maps]
         return [g for g in self.all_gates if g in self.gates.values() or g in own]
 
     def min_share(self) -> float:
-        """Return the share that is used with every gate at its floor: the lowest budget."""
+        """Return the share used with every gate at its floor: the lowest feasible budget."""
         if self.measure == "open_rate":
             floors = sum(floor_of(gate) * gate.block_size for gate in self.gates.values())
             return floors / sum(gate.units for gate in self.gates.values())
@@ -108,12 +108,12 @@ class GateBudget:
         return (total + self.least_decisions() * self.macs_dense) / self.macs_dense
 
     def closes_all(self, used: float) -> bool:
-        """Return True if a share is used with every gate closed."""
+        """Return True if `used` means that every gate is closed."""
         has_floor = any(floor_of(gate) for gate in self.gates.values())
         return not has_floor and used <= self.min_share() + 1e-6  # rounding
 
     def least_decisions(self) -> float:
-        """Return the share of the decisions alone, with every gate at its floor."""
+        """Return the share used by gate networks alone, with every gate at its floor."""
         total = 0
         for gate in self._deciding():
             before = gate_before(gate, self.maps)
@@ -128,7 +128,7 @@ class GateBudget:
 
     @property
     def resolution(self) -> float:
-        """The share of the dearest block: a static net cannot meet its budget more exactly."""
+        """The share of the most expensive block, which limits how exactly a static net can land."""
         total = self.macs_dense
         if self.measure == "open_rate":
             total = sum(gate.units for gate in self.gates.values())
@@ -136,38 +136,39 @@ class GateBudget:
 
     @property
     def depends_on_input(self) -> bool:
-        """Whether other inputs may use another share."""
+        """Whether the used share depends on the input."""
         gates = self.all_gates if self.measure == "macs" else self.gates.values()
         return any(gate.input_dependent for gate in gates)
 
     def check_feasible(self, name: str) -> None:
-        """Raise if gates at their floors use more than the budget."""
+        """Raise ValueError if gates at their floors use more than the budget."""
         if (min_share := self.min_share()) > self.budget:
             deciding = self.least_decisions() if self.measure == "macs" else 0.0
             raise ValueError(
                 f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
-                f"with every gate at its floor {min_share:.4g} is used, {deciding:.4g} of it by "
-                "deciding; raise the budget, lower `min_open`, or make the GateNets smaller."
+                f"with every gate at its floor, usage is {min_share:.4g}, of which "
+                f"{deciding:.4g} by gate networks. Raise the budget, lower `min_open`, or use "
+                "smaller GateNets."
             )
 
     def usage(self, rates: Tensor) -> Tensor:
-        """Return the usage that is penalised, from the mean p of each gate."""
+        """Return the penalised usage for the mean p of each gate."""
         if self.prices is not None:
             return self.prices.usage(rates)
-        if self.unit_shares.device != rates.device:  # a copy waits for the device
+        if self.unit_shares.device != rates.device:  # a copy synchronises
             self.unit_shares = self.unit_shares.to(rates.device)
         return (rates * self.unit_shares).sum()
 
     def update_prices(self) -> None:
-        """Follow a change of connections."""
+        """Update MAC costs after connections have changed."""
         if self.prices is not None:
             self.prices.update()
 
     @torch.no_grad()
     def shift_for(self, target: float) -> float:
-        """Return the shift, see `shift`, with which at most `target` is used.
+        """Return the amount for `shift` with which at most `target` is used.
 
-        0 if nothing has to change.
+        It is 0 if nothing has to change.
         """
         distances = [
             (logit(gate.threshold) - logit(gate.probability.flatten())) / price
@@ -175,31 +176,31 @@ class GateBudget:
             if gate.probability is not None and price > 0
         ]
         needed = torch.cat(distances).unique()  # the shift that opens each unit
-        if len(needed) > _MOST_CANDIDATES:  # millions, if each token of a text decides
+        if len(needed) > _MOST_CANDIDATES:  # per-token gates give millions
             chosen = torch.arange(_MOST_CANDIDATES, device=needed.device) * (len(needed) - 1)
             needed = needed[chosen // (_MOST_CANDIDATES - 1)]
         needed = needed.cpu()
-        halfway = (needed[1:] + needed[:-1]) / 2  # between two units nothing changes
+        halfway = (needed[1:] + needed[:-1]) / 2  # usage is constant between two units
         shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
         low, high = 0, len(shifts) - 1
-        while low < high:  # the largest shift that does not use too much
+        while low < high:  # find the largest shift within the target
             middle = (low + high + 1) // 2
             if self.used(shifts[middle]) <= target:
                 low = middle
             else:
                 high = middle - 1
-        # Units with equal p open together: if that misses by far, take the nearer side.
+        # Units with equal p open together. If that misses the target by far, take the nearer side.
         nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
         misses = self.used(shifts[low]) < (1 - _FAR) * target
         chosen = nearest if misses else shifts[low]
-        impossible = self.used(shifts[0]) > target  # even with all closed
+        impossible = self.used(shifts[0]) > target  # even with all units closed
         return 0.0 if impossible or self.used(chosen) == self.used() else chosen
 
     def shift(self, amount: float) -> None:
-        """Add to every ``z / τ``: `amount` to those of the dearest units, less to cheaper ones.
+        """Shift every ``z / τ`` in proportion to the cost of its unit, at most by `amount`.
 
-        Shifts are in proportion to what a unit costs, as the gradient of the penalty is. Within a
-        gate all are equal, so units open in the learned order.
+        The gradient of the penalty is proportional to the cost too. All units of a gate shift
+        equally, so they open in the learned order.
         """
         for gate, by in self._shifts(amount).items():
             gate.shift_bias(by * float(gate.temperature))
@@ -211,7 +212,7 @@ class GateBudget:
         return {gate: amount * price / highest for gate, price in prices.items()}
 
     def _price(self, gate: GateLike) -> float:
-        """Return what a block of a gate costs: its units, or their connections."""
+        """Return the cost of a block of a gate: its units, or their connections."""
         if self.measure == "open_rate":
             return float(gate.block_size)
         ends = [(m, m.input_gate, m.output_gate if m.skips_rows else None) for m in self.maps]
@@ -225,12 +226,12 @@ def check_budget(
     initial_weight: float,
     max_weight: float,
 ) -> None:
-    """Refuse settings that make no sense: shares, gates named twice, the range of λ."""
+    """Validate shares, the choice of gates and the range of λ."""
     for share in budget.values() if isinstance(budget, Mapping) else [budget]:
         if not 0 < share <= 1:
             raise ValueError(f"`budget` must be in (0, 1], got {share}.")
     if isinstance(budget, Mapping) and layers is not None:
-        raise ValueError("`layers` goes with a single budget; a dict names its gates itself.")
+        raise ValueError("`layers` needs a single `budget`, got a dict: choose gates by its keys.")
     if not 0 < initial_weight <= max_weight < math.inf:
         raise ValueError(
             "`initial_weight` must be above 0 and at most `max_weight`, got "
@@ -239,7 +240,7 @@ def check_budget(
 
 
 def usage_by_budget(budgets: Sequence[GateBudget], rates: Tensor) -> Tensor:
-    """Return the usage that is penalised, one for each budget, from the mean p of all its gates."""
+    """Return the penalised usage of each budget, from the mean p of all their gates."""
     parts = rates.split([len(budget.gates) for budget in budgets])
     return torch.stack([b.usage(part) for b, part in zip(budgets, parts, strict=True)])
 
@@ -247,9 +248,12 @@ def usage_by_budget(budgets: Sequence[GateBudget], rates: Tensor) -> Tensor:
 def gate_budgets(
     module: nn.Module, shares: Mapping[str, float], layers: Sequence[str] | None, measure: Measure
 ) -> dict[str, GateBudget]:
-    """Return a budget for each group of gates, by name pattern.
+    """Create a budget for each group of gates, by name pattern.
 
-    The pattern "" means `layers`, and the MACs of the whole module.
+    The pattern "" stands for the gates of `layers` and the MACs of the whole module.
+
+    Raises:
+        ValueError: If a gate belongs to two groups, or its usage cannot be measured or trained.
     """
     everything, maps = gate_layers(module), linear_maps(module)
     budgets: dict[str, GateBudget] = {}
@@ -257,22 +261,22 @@ def gate_budgets(
         gates = gate_layers(module, [pattern] if pattern else layers)
         for name, gate in gates.items():
             if any(name in budget.gates for budget in budgets.values()):
-                raise ValueError(f"Two patterns of `budget` name the gate {name}: let one do.")
+                raise ValueError(f"Two patterns of `budget` match the gate {name}: use only one.")
             if getattr(gate, "k", None) is not None:
                 raise ValueError(
-                    f"{name} has a fixed number of open gates (`policy: top_k`), which no penalty "
-                    "changes: set its `k`, or another policy."
+                    f"{name} has a fixed number of open gates (`policy: top_k`), which a penalty "
+                    "cannot change: set its `k`, or use another policy."
                 )
         modules = [gate for gate in gates.values() if isinstance(gate, nn.Module)]
         if not any(p.requires_grad for gate in modules for p in gate.parameters()):
             raise ValueError(
-                f"The gates {', '.join(gates)} have no parameter to train, and cannot be brought "
-                "to a budget: let them require gradients."
+                f"The gates {', '.join(gates)} have no trainable parameters, so they cannot be "
+                "budgeted: set `requires_grad`."
             )
         if measure == "macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
-                f"No linear map of {', '.join(unknown)} is known, so its MACs cannot be held: "
-                "declare it in `feeds` of the gate, or set `measure='open_rate'`."
+                f"No linear layer is known for {', '.join(unknown)}, so MACs cannot be budgeted: "
+                "declare the layers in `feeds` of the gate, or set `measure='open_rate'`."
             )
         before = [m for m in maps if not pattern or m.output_gate in gates.values()]
         own = before or [m for m in maps if m.input_gate in gates.values()]

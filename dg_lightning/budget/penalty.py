@@ -1,7 +1,7 @@
-"""Usage terms: what a penalty on gate usage adds to the loss (section 3.3 of the paper).
+"""Usage terms that penalise gates, to be added to a loss (section 3.3 of the paper).
 
-Pure functions. The rate of a gate is its mean p over the (global) batch, or its mean g, whose
-gradient is that of p.
+The rate of a gate is the mean of p over the (global) batch, or the mean of g, which has the
+gradient of p.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +32,14 @@ def penalty(
     """Return the usage of gates in their last forward pass, to be added to a loss.
 
     Args:
-        gates: The gates by name, as `gate_layers` returns them.
-        usage: What is counted, see `usage_term`.
-        rate: Whether rates are means of `p` or of the hard `g`.
-        targets: The rate that each gate should have, for `target` and the hinges.
-        power: 1 or 2, of the hinges.
+        gates: The gates by name, as returned by `gate_layers`.
+        usage: The kind of usage, see `usage_term`.
+        rate: Whether to average `p` or the hard `g`.
+        targets: The target rate of each gate, for `target` and the hinges.
+        power: The exponent of the hinges, 1 or 2.
         layer_weights: A weight for each gate.
-        unit_shares: Weights of the blocks of a gate, which sum to 1, by gate.
-        prices: What gates cost, for `expected_macs`.
+        unit_shares: Weights of the blocks of each gate, by gate name. They sum to 1 per gate.
+        prices: The MAC costs, for `expected_macs`.
 
     >>> from dg_lightning import GatedMLP, gate_layers
     >>> net = GatedMLP(8, [4], 2, gate={"kind": "static", "initial_open_rate": 0.8})
@@ -62,7 +62,7 @@ def mean_rates(
 ) -> Tensor:
     """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
 
-    With `unit_shares`, one number a block that sum to 1, a gate's mean is weighted by them.
+    `unit_shares` weights the blocks of a gate. The weights of each gate sum to 1.
 
     Raises:
         RuntimeError: If a gate has not run yet.
@@ -72,14 +72,14 @@ def mean_rates(
         value = gate.probability if rate == "p" else gate.gate
         if value is None:
             raise RuntimeError(
-                f"Gate {name!r} has no probability: it took no part in the last forward pass."
+                f"Gate {name!r} has no probability: it did not run in the last forward pass."
             )
         means.append(mean_rate(value, None if unit_shares is None else unit_shares.get(name)))
     return torch.stack(means)
 
 
 def mean_rate(value: Tensor, unit_shares: Tensor | None = None) -> Tensor:
-    """Return the mean of p or g of one gate: 0-d."""
+    """Return the mean of p or g of one gate, as a 0-d tensor."""
     by_row = value if unit_shares is None else (value * unit_shares).sum(-1)
     return by_row.mean() if by_row.numel() else by_row.sum()  # a batch may hold no tokens
 
@@ -93,17 +93,17 @@ def usage_term(
     layer_weights: Tensor | None = None,
     prices: "MacsCost | None" = None,
 ) -> Tensor:
-    """Return the usage of gates with these rates.
+    """Return the usage of gates with the given rates.
 
     Args:
-        usage: `open_rate` is the sum of the rates; `target` the sum of their squared distances to
-            `targets`; `hinge_below` and `hinge_above` the sum of how far they are below or above
-            `targets`, to the given power; `expected_macs` the share of MACs, see `MacsCost`.
-        rates: A rate for each gate.
-        targets: A rate for each gate.
-        power: Of the hinges.
-        layer_weights: A weight for each gate; for `expected_macs`, of its gradient only.
-        prices: Of `expected_macs`.
+        usage: `open_rate` is the sum of the rates. `target` is the sum of their squared distances
+            to `targets`. `hinge_below` and `hinge_above` sum how far rates are below or above
+            `targets`, raised to `power`. `expected_macs` is the share of MACs, see `MacsCost`.
+        rates: The rate of each gate.
+        targets: The target rate of each gate, for `target` and the hinges.
+        power: The exponent of the hinges, 1 or 2.
+        layer_weights: A weight for each gate. With `expected_macs` it scales only the gradient.
+        prices: The MAC costs, for `expected_macs`.
 
     >>> rates = torch.tensor([0.5, 0.25])
     >>> usage_term("open_rate", rates).item()
@@ -129,7 +129,7 @@ def usage_term(
 
 
 def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
-    """Return the same values, whose gradient is multiplied by factors.
+    """Return the same values with their gradient multiplied by `factors`.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_gradient(x, torch.tensor([1.0, 3.0])).sum().backward()
@@ -140,15 +140,15 @@ def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
 
 
 class MacsCost:
-    """What the linear maps of a module cost, as a function of the rates of its gates.
+    """Expected MACs of a module's linear layers, as a function of its gate rates.
 
-    The sum over linear maps of ``connections * mean p_in * mean p_out``, as a share of the dense
-    MACs. Unlike the linear term it knows what a unit costs: closing one saves its row and its
+    The cost is the sum over linear layers of ``connections * mean p_in * mean p_out``, as a share
+    of the dense MACs. Unlike `open_rate`, it reflects that closing a unit saves its row and its
     column.
 
     Args:
-        gates: The gates, in the order of their rates; all others count as open.
-        maps: The linear maps.
+        gates: The gates, in the order of their rates. All other gates count as open.
+        maps: The linear layers.
     """
 
     def __init__(self, gates: Sequence[GateLike], maps: Sequence[LinearMap]) -> None:
@@ -165,7 +165,7 @@ class MacsCost:
         self._shares = torch.zeros(len(maps))
 
     def update(self) -> None:
-        """Follow a change of connections, in place: captured steps read the tensor."""
+        """Update connection counts in place, because captured steps read the tensor."""
         connections = [m.connections for m in self.maps]
         if connections != self._connections:
             self._connections = connections
@@ -184,13 +184,13 @@ class MacsCost:
 
 
 def gates_without_macs(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
-    """Name the gates that no linear map depends on, which `expected_macs` cannot penalise."""
+    """Return the names of gates without MACs, which `expected_macs` cannot penalise."""
     priced = [m.input_gate for m in maps] + [m.output_gate for m in maps if m.skips_rows]
     return [name for name, gate in gates.items() if not any(gate is other for other in priced)]
 
 
 def unit_costs_by_connections(gate: GateLike, maps: Sequence[LinearMap]) -> list[float]:
-    """Count the connections that each block of a gate saves when it closes."""
+    """Count the connections saved by closing each block of a gate."""
     costs = torch.zeros(gate.units // gate.block_size)
     blocks = torch.arange(len(costs))
     for linear_map in maps:

@@ -1,4 +1,7 @@
-"""Hold one budget over a training run: the weight of its penalty, then landing exactly on it."""
+"""Hold one budget over a training run: adapt the penalty's weight, then land.
+
+Landing means to freeze the gates and shift them until the budget is met exactly.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -13,16 +16,16 @@ from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
 
 class Multiplier:
-    """λ of a budget, moved by what was used; all arithmetic stays on the device.
+    """The λ of a budget, adapted to measured usage without leaving the device.
 
-    `pi` is a proportional-integral controller on log λ, which finds the scale of any loss;
+    `pi` is a proportional-integral controller on log λ, which finds the scale of any loss.
     `dual` is gradient ascent on the Lagrangian.
 
     Args:
-        method: The rule; λ of `shift` is never moved, as it has no penalty.
-        initial: The first λ.
+        method: The update rule. `shift` uses no penalty, so its λ never changes.
+        initial: The initial λ.
         highest: The largest λ.
-        integral: Gain of the summed error; of `dual`, the step of λ as a multiple of `initial`.
+        integral: Gain of the summed error. For `dual`, the step size as a multiple of `initial`.
         proportional: Gain of the change of the error.
     """
 
@@ -44,16 +47,16 @@ class Multiplier:
         self.error = torch.tensor(0.0)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return λ on a device, where it stays: a copy in every step would wait for it."""
+        """Move λ to a device once, to avoid a copy in every step, and return it."""
         if self.value.device != device:
             self.value, self.error = self.value.to(device), self.error.to(device)
         return self.value
 
     @torch.no_grad()
     def update(self, used: Tensor, allowed: float) -> None:
-        """Raise λ where more was used than allowed, lower it where less.
+        """Raise λ if more was used than allowed, otherwise lower it.
 
-        While too much is used λ never falls, however fast the error does.
+        While usage is too high, λ never falls, even if the error shrinks quickly.
         """
         value = self.on(used.device)
         error = torch.log(used.clamp_min(1e-6) / allowed).clamp(-0.5, 0.5).to(value.dtype)
@@ -63,7 +66,7 @@ class Multiplier:
             value = (value * step.exp()).clamp(self.lowest, self.highest)
         else:
             value = (value + self.integral * self.initial * error).clamp(0, self.highest)
-        # In place: a captured step reads this tensor.
+        # In place, because captured steps read this tensor.
         self.value.copy_(value)
         self.error.copy_(error)
 
@@ -72,58 +75,61 @@ class Multiplier:
         return {"value": float(self.value), "error": float(self.error)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state from `state_dict`."""
         self.value, self.error = torch.tensor(state["value"]), torch.tensor(state["error"])
 
 
-_MEASUREMENTS = 200  # over a training run, where their interval is not given
-_LANDING = 10  # measurements over which gates land
+_MEASUREMENTS = 200  # default number of measurements in a training run
+_LANDING = 10  # measurements that a landing takes
 
-_TOLERANCE = 0.01  # of the budget: closer than this, a gate that has landed is left alone
+_TOLERANCE = 0.01  # relative error below which landed gates are not corrected
 ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
-LEAST = 1e-6  # share that something is at least taken to use
+LEAST = 1e-6  # lower bound on a used share, avoids division by zero
 
 
 Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
 
 
 class Timetable(NamedTuple):
-    """When a budget is pressed for and landed on, in optimizer steps."""
+    """The schedule of a budget, in optimizer steps."""
 
-    progress_at: ValueAt  # how much of the way to the budget is demanded, from 0 to 1
+    progress_at: ValueAt  # required progress towards the budget, from 0 to 1
     begin: int
     freeze_at: int
     landed: int
-    interval: int  # between measurements
+    interval: int  # steps between measurements
 
     @classmethod
     def resolve(
         cls, clock: Clock, begin: Duration, until: Duration, freeze_at: Duration, every: int | None
     ) -> "Timetable":
-        """Resolve durations; `every` is the interval, None for 1/200 of the training run."""
+        """Convert durations to optimizer steps.
+
+        `every` is the measurement interval. None means 1/200 of the training run.
+        """
         progress_at = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
         first, freeze = clock.steps(begin, "begin"), clock.steps(freeze_at, "freeze_at")
         interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
         landed = freeze + _LANDING * interval
         if clock.total_steps is not None:
-            # Two steps are left for it: gates are frozen first and land one step later, because p
-            # is of before the optimizer's step.
+            # Reserve two steps: gates freeze first and land one step later, because p predates
+            # the optimizer step.
             freeze = min(freeze, max(clock.total_steps - 2, 0))
             landed = min(landed, clock.total_steps - 1)
         return cls(progress_at, first, freeze, landed, interval)
 
     def landing_progress(self, step: int) -> float:
-        """Return how much of the landing has passed, from 0 to 1 and beyond."""
+        """Return the progress of the landing: 0 at its start, 1 or more after its end."""
         return (step - self.freeze_at) / max(self.landed - self.freeze_at, 1)
 
 
 class FrozenGates:
-    """Keeps the parameters of gates fixed, whatever an optimizer does.
+    """Keeps the parameters of gates fixed, regardless of the optimizer.
 
-    `requires_grad` and `grad` stay as they are: DDP and loss scalers rely on gradients.
+    `requires_grad` and `grad` do not change, because DDP and loss scalers rely on gradients.
 
     Args:
-        gates: The gates.
+        gates: The gates to freeze.
     """
 
     def __init__(self, gates: Iterable[GateLike]) -> None:
@@ -133,16 +139,16 @@ class FrozenGates:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Restore the parameters."""
+        """Restore the frozen values."""
         for parameter, value in self.kept:
             parameter.copy_(value)
 
 
 class Landing:
-    """Shifts frozen gates onto their budget, a little with every measurement.
+    """Shifts frozen gates gradually until they meet their budget.
 
-    Static gates then use it exactly. What GateNets use varies between batches and changes with the
-    features that they read, so they are corrected by the mean of several batches.
+    Static gates then meet it exactly. The usage of GateNets varies between batches and changes with
+    their input features, so they are corrected by the mean of several batches.
 
     Args:
         budget: The budget.
@@ -151,16 +157,16 @@ class Landing:
     def __init__(self, budget: GateBudget) -> None:
         self.budget = budget
         self.landed = False
-        self.start: float | None = None  # what was used when gates were frozen
+        self.start: float | None = None  # share used when gates were frozen
         self.measurements = 0
         self.used = 0.0
 
     def approach(self, used: Tensor, progress: float) -> float:
-        """Return the shift of a measurement before the gates have landed.
+        """Return the next shift of gates that have not landed yet.
 
         Args:
-            used: The share that deployed gates use, as far as the last forward pass shows it.
-            progress: How much of the landing has passed, from 0 to 1.
+            used: The share used by deployed gates, estimated from the last forward pass.
+            progress: Progress of the landing, from 0 to 1.
         """
         self.used = float(used)
         self.start = self.start or max(self.used, LEAST)
@@ -169,7 +175,7 @@ class Landing:
         return self.shift_to(target, self.used)
 
     def correct(self, used: Tensor, measurements: int = 1) -> float:
-        """Add measurements after the landing, and return the shift they ask for, mostly 0."""
+        """Add measurements after the landing and return a correction, usually 0."""
         self.measurements += measurements
         self.used += (float(used) - self.used) * measurements / self.measurements
         settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
@@ -178,16 +184,16 @@ class Landing:
         return self.shift_to(self.budget.budget, self.used)
 
     def shift_to(self, target: float, used: float) -> float:
-        """Return the shift that brings what is used to the target."""
-        here = float(self.budget.used())  # by the last pass, which may differ from it
+        """Return the shift that brings usage to the target."""
+        here = float(self.budget.used())  # the last pass may differ from `used`
         return self.budget.shift_for(target if used < LEAST else here * target / used)
 
     def apply(self, shift: float, mean: Mean) -> None:
-        """Shift the gates, and restart the measurements.
+        """Shift the gates and restart the measurements.
 
         Args:
             shift: The shift, equal on all ranks.
-            mean: Mean of a value over ranks, so that all of them record the same use.
+            mean: Averages a value over ranks, so that all ranks record the same usage.
         """
         if shift:
             self.measurements = 0
@@ -202,45 +208,45 @@ class Landing:
         return kept if self.start is None else {**kept, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from `state_dict`."""
         self.landed, self.used = state["landed"], state["used"]
         self.start = state.get("start")
         known = "measurements" in state
-        self.measurements = state["measurements" if known else "looks"]  # the name in 0.2
+        self.measurements = state["measurements" if known else "looks"]  # "looks" in version 0.2
 
 
-_MISSED = 0.05  # of the budget
-_RECENT = 2  # measurements: more would lag behind gates that close, one may be of a small batch
+_MISSED = 0.05  # relative error that counts as a missed budget
+# Measurements to average. More would lag behind closing gates, and one may be a small batch.
+_RECENT = 2
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 _SAME_P = (
-    "Many units have the same p and open together, other gates use more than is left, or "
+    "Many units have the same p and open together, gates outside of this budget use too much, or "
     "connections still change: penalise longer (`begin`, `freeze_at`), or raise the gates' "
     "learning rate."
 )
 _ALL_CLOSED = (
-    "No unit is open: raise the budget, or let some stay open (`min_open` of the gates, or the "
-    "callback MinimumActivity)."
+    "No unit is open: raise the budget, or set a floor (`min_open` of the gates, or the callback "
+    "MinimumActivity)."
 )
 _OTHER_INPUTS = (
-    "Training inputs differ from these (the border of random crops, dropout), or the features that "
-    "GateNets read still change: gates are corrected after every validation, so let some epochs "
-    "follow the landing."
+    "Training inputs differ (random crops, dropout), or the input features of GateNets still "
+    "change. Gates are corrected after every validation: land earlier, so that some epochs follow."
 )
 
 
 class Regulator:
-    """Brings gates to a budget by measurements of training passes, and of validation.
+    """Brings gates to a budget, measured in training and on validation inputs.
 
-    GateNets may use another share of validation inputs than of training inputs, which are augmented
-    and pass through dropout and gates that are drawn. What counts is validation, on all loaders
-    together: before the landing training passes are multiplied by the ratio of both, after it gates
-    are corrected by validation. (Lightning skips the validation of an epoch when it resumes from a
-    checkpoint of the epoch's last batch; the next one corrects that.)
+    GateNets may use a different share on validation inputs than on training inputs, because of
+    augmentation, dropout and sampled gates. The budget is measured on validation inputs, over all
+    loaders. Before the landing, training measurements are multiplied by the ratio of both shares.
+    After the landing, gates are corrected by validation. (When Lightning resumes from a checkpoint
+    of an epoch's last batch, it skips that epoch's validation. The next one makes up for it.)
 
     Args:
-        name: The pattern of its gates, "" for all.
+        name: The name pattern of its gates, "" for all gates.
         budget: The budget.
-        multiplier: Its λ.
+        multiplier: The λ of the budget.
     """
 
     def __init__(self, name: str, budget: GateBudget, multiplier: Multiplier) -> None:
@@ -248,15 +254,15 @@ class Regulator:
         self.budget = budget
         self.multiplier = multiplier
         self.landing = Landing(budget)
-        self.start: float | None = None  # the share in use when pressing began
-        self.savings = 1.0  # what there is to save: a penalty over it gives λ one scale
-        self.ratio = 1.0  # what validation uses, over what training passes use
-        self.used: Tensor | None = None  # the last measurement, as deployed
-        self._validates = False  # whether validation corrects gates that have landed
+        self.start: float | None = None  # share used when the penalty began
+        self.savings = 1.0  # possible savings, which normalise the penalty
+        self.ratio = 1.0  # share used in validation over share used in training
+        self.used: Tensor | None = None  # last measurement with deployed gates
+        self._validates = False  # whether validation corrects landed gates
         self._has_warned = False
-        self._recent: list[Tensor] = []  # what the last measured training passes used
-        self._validation = torch.zeros(2)  # share times rows, rows
-        self._largest_batch: list[Any] = []  # what gates have recorded of it
+        self._recent: list[Tensor] = []  # shares used in the last measured passes
+        self._validation = torch.zeros(2)  # sums of share * rows, and of rows
+        self._largest_batch: list[Any] = []  # gates recorded on it
         self._most_rows = 0
 
     @property
@@ -265,12 +271,12 @@ class Regulator:
         return self.landing.used if self.landing.landed else float(self.used or 0.0)
 
     def allowed(self, progress: float) -> float:
-        """Return the share that may be used: it falls exponentially from what was in use."""
+        """Return the allowed share, which falls exponentially from `start` to the budget."""
         start = self.start or 1.0
         return float(start * (self.budget.budget / start) ** progress)
 
     def begin(self, mean: Mean) -> None:
-        """Note the share in use when pressing begins, once; the allowed share falls from there."""
+        """Measure usage once before the penalty starts, as the start of the allowed share."""
         if self.start is not None:
             return
         self.start = max(float(self.measure(mean)), self.budget.budget)
@@ -278,18 +284,18 @@ class Regulator:
         self.savings = self.start - min_share if self.start > min_share else 1.0
 
     def penalty(self, usage: Tensor) -> Tensor:
-        """Return the penalty on a usage."""
+        """Return the penalty for a usage."""
         return self.multiplier.on(usage.device) * usage / self.savings
 
     def measure(self, mean: Mean) -> Tensor:
-        """Return the share that deployed gates use, by the last training pass."""
+        """Return the share used by deployed gates, estimated from the last training pass."""
         raw = mean(self.budget.used())
         self._recent = [*self._recent[1 - _RECENT :], raw]
         self.used = raw * self.ratio
         return self.used
 
     def control(self, used: Tensor, progress: float, mean: Mean) -> None:
-        """Move λ by a measurement, or shift gates that still learn onto what is allowed."""
+        """Update λ after a measurement, or with `shift`, shift gates to the allowed share."""
         if self.multiplier.method != "shift":
             self.multiplier.update(used, self.allowed(progress))
             return
@@ -297,7 +303,7 @@ class Regulator:
         self._shift(self.landing.shift_to(self.allowed(progress), float(used)), mean)
 
     def land(self, used: Tensor, progress: float, mean: Mean) -> None:
-        """Shift frozen gates after a measurement, mostly by nothing once they have landed."""
+        """Shift frozen gates after a measurement, usually a no-op once they have landed."""
         if not self.landing.landed:
             self._shift(self.landing.approach(used, progress), mean)
         elif not self._validates:
@@ -305,15 +311,15 @@ class Regulator:
 
     def _shift(self, shift: float, mean: Mean) -> None:
         own = torch.tensor(shift, device=self.budget.device)
-        self.landing.apply(float(mean(own)), mean)  # on all ranks alike
+        self.landing.apply(float(mean(own)), mean)  # the same shift on all ranks
 
     def start_validation(self) -> None:
-        """Forget the last validation."""
+        """Reset the validation statistics."""
         self._validation = torch.zeros(2, dtype=torch.float64, device=self.budget.device)
         self._largest_batch, self._most_rows = [], 0
 
     def add_validation_batch(self) -> None:
-        """Add what the last validation batch used."""
+        """Add the usage of the last validation batch."""
         recorded = [(gate.probability, gate.gate) for gate in self.budget.all_gates]
         rows = max(g.shape[:-1].numel() for _, g in recorded if g is not None)
         used = self.budget.used()
@@ -323,20 +329,20 @@ class Regulator:
             self._most_rows, self._largest_batch = rows, recorded
 
     def end_validation(self, mean: Mean) -> None:
-        """Compare validation with the budget, and correct gates that have landed."""
+        """Compare validation usage with the budget, and correct landed gates."""
         total, rows = mean(self._validation).tolist()
         recent = [float(raw) for raw in self._recent]
         if not rows or not recent:
             return
         share = total / rows
         if self._validates or (self.landing.landed and not self.budget.depends_on_input):
-            self._warn_if_missed(share)  # after a first correction
+            self._warn_if_missed(share)  # only after a first correction
         if not self.budget.depends_on_input:
             return
         if not self.landing.landed:
             self.ratio = max(share, LEAST) / max(sum(recent) / len(recent), LEAST)
             return
-        # The last batch may be a small one.
+        # The last batch may be small, so use what gates recorded on the largest one.
         for gate, (p, g) in zip(self.budget.all_gates, self._largest_batch, strict=True):
             gate.probability, gate.gate = p, g
         self._validates, self.landing.measurements = True, 0
@@ -354,13 +360,13 @@ class Regulator:
         return abs(share - self.budget.budget) > tolerance
 
     def report(self, rehearsal: bool) -> None:
-        """Say what is used when training ends; a rehearsal of a few batches warns of nothing."""
+        """Log the final usage. Warn if the budget was missed, except in a `rehearsal`."""
         if self.used is None:
             return
         landed = self.landing.landed
-        when = "landed" if landed else "not landed: training has ended"
+        when = "landed" if landed else "not landed before training ended"
         if self.budget.depends_on_input and not self._validates:
-            when += "; measured on training inputs"
+            when += ", measured on training inputs"
         line = self._words(self.reached, when)
         if self.budget.closes_all(self.reached) and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_ALL_CLOSED}")
@@ -387,7 +393,7 @@ class Regulator:
         }
 
     def load_from(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a controller."""
+        """Restore the state from that of a controller."""
         own = state["budgets"].get(self.name)
         if own is None:
             return

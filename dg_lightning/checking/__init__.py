@@ -1,4 +1,4 @@
-"""Check a training before it is run: does everything hold in this project?"""
+"""Check a training run before it starts."""
 
 from .check import check
 from .findings import Finding, Report

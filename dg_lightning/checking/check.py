@@ -1,4 +1,4 @@
-"""Check a training by a few steps of it."""
+"""Check a training run by a few of its steps."""
 
 import os
 import tempfile
@@ -27,18 +27,22 @@ def check(
     ranks: int = 1,
     **trainer: Any,
 ) -> Report:
-    """Make a few steps of a training, and say whether it will do what it is meant to do.
+    """Run a few training steps, and report problems of the training run.
 
-    The steps are made on copies of model and callbacks, with the real data; callbacks act at once
-    rather than when their schedules say. Nothing is saved; callbacks that save checkpoints or print
-    are left out.
+    The steps use copies of model and callbacks, and the real data. Callbacks act immediately
+    instead of following their schedules. Nothing is saved, and callbacks that save checkpoints or
+    print are omitted.
 
     Args:
         model: Any LightningModule.
-        datamodule: Its data: a LightningDataModule, or whatever `Trainer.fit` takes as loaders.
-        callbacks: The callbacks of its Trainer.
-        ranks: With 2, the steps are also made by two processes on the CPU, which must agree.
+        datamodule: The training data: a LightningDataModule, or any loaders that `Trainer.fit`
+            accepts.
+        callbacks: The callbacks of the Trainer.
+        ranks: If 2, also run the steps in two processes on the CPU, whose weights must agree.
         **trainer: Other arguments of the Trainer: `max_epochs`, `precision`, ...
+
+    Returns:
+        The findings; printing them shows a table.
 
     >>> from dg_lightning import GatedClassifier
     >>> from dg_lightning.callbacks import GatePenalty
@@ -54,18 +58,18 @@ def check(
         saved = Path(stack.enter_context(tempfile.TemporaryDirectory()), "check.ckpt")
         try:
             copies = Copies(model, callbacks)
-        except Exception as error:  # of somebody's class
+        except Exception as error:  # user classes may raise anything
             report.add("ERROR", "copies", f"Model and callbacks cannot be copied: {_line(error)}.")
             return report
         shorten_schedules(copies.callbacks)
         try:
             run_steps(copies, datamodule, trainer, seen, saved)
-        except Exception as error:  # whatever it is, it would have stopped the training
-            report.add("ERROR", "training", f"It stops: {_line(error)}")
+        except Exception as error:  # any error would also stop the real run
+            report.add("ERROR", "training", f"Training fails: {_line(error)}")
         if seen.clock is not None:
             add_findings(report, callbacks, copies, seen)
         if seen.batches == 0 and report.ok:
-            report.add("ERROR", "training", "There is no batch: `limit_train_batches`, or no data.")
+            report.add("ERROR", "training", "No batches: check `limit_train_batches` and the data.")
         elif saved.exists():
             report.findings.append(compare_resumed(model, datamodule, callbacks, trainer, saved))
             add_pickling(report, copies.callbacks)
@@ -73,13 +77,13 @@ def check(
                 add_cost(report, model, datamodule, callbacks, trainer)
         if ranks > 1 and seen.batches:
             if isinstance(datamodule, pl.LightningDataModule):
-                datamodule.trainer = None  # which cannot be sent to processes
+                datamodule.trainer = None  # a Trainer cannot be sent to processes
             report.findings.append(check_ranks(model, datamodule, callbacks, trainer))
     return report
 
 
 def _leave_no_traces(stack: ExitStack, data: Any) -> None:
-    """Let all that steps change be as it was, at the end of a stack."""
+    """Restore everything that the steps change when the stack closes."""
     for context in (isolate_rng(), quietly(), warnings.catch_warnings()):
         stack.enter_context(context)
     warnings.simplefilter("ignore")
@@ -90,7 +94,7 @@ def _leave_no_traces(stack: ExitStack, data: Any) -> None:
             stack.callback(generator.set_state, generator.get_state())
     stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
     stack.callback(os.environ.update, dict(os.environ))
-    stack.callback(os.environ.clear)  # before that: what is left is done in reverse
+    stack.callback(os.environ.clear)  # runs before the update: callbacks run in reverse order
 
 
 def _line(error: Exception) -> str:

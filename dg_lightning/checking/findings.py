@@ -1,4 +1,4 @@
-"""What a check finds, on one process, after resuming, and between ranks."""
+"""Findings of a check: in one process, after resuming, and between ranks."""
 
 import copy
 import json
@@ -43,12 +43,12 @@ _COLORS = {"OK": "green", "warning": "yellow", "ERROR": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer to one question.
+    """The result of one part of a check.
 
     Args:
-        status: Whether all is well.
-        what: What was looked at.
-        found: What was found and, unless all is well, the way out.
+        status: Severity of the finding.
+        what: What was checked.
+        found: What was found and, if there is a problem, how to solve it.
     """
 
     status: Status
@@ -103,11 +103,11 @@ class Report:
 
 
 _STEPS = 8
-_PATIENCE = timedelta(seconds=60)  # for a process that waits for another
+_PATIENCE = timedelta(seconds=60)  # how long a process waits for the other
 
 
 class CompareRanks(pl.Callback):
-    """Comes behind all other callbacks, and writes in which batch weights are different."""
+    """Records in which batch weights first differ between ranks, after all other callbacks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,7 +137,7 @@ class CompareRanks(pl.Callback):
 def check_ranks(
     model: Any, data: Any, callbacks: Sequence[Any], arguments: dict[str, Any]
 ) -> Finding:
-    """Make a few steps in two processes on the CPU."""
+    """Run a few steps in two processes on the CPU, and compare their weights."""
     what = "two processes"
     strategy = DDPStrategy(
         find_unused_parameters=True,
@@ -157,18 +157,18 @@ def check_ranks(
                 strategy=strategy,
             )
             trainer.fit(copies.model, data)
-        except Exception as error:  # of either process
-            return Finding("ERROR", what, f"They stop: {_last_line(error)}")
+        except Exception as error:  # either process may raise anything
+            return Finding("ERROR", what, f"Training fails: {_last_line(error)}")
         batches, different = json.loads(path.read_text(encoding="utf-8"))
     if different:
         where = ", ".join(f"{name} (batch {batch})" for name, batch in different.items())
-        return Finding("ERROR", what, f"Their weights are different: {where}.")
-    return Finding("OK", what, f"They have the same weights after each of {batches} batches.")
+        return Finding("ERROR", what, f"Weights differ between the processes: {where}.")
+    return Finding("OK", what, f"Weights are equal after each of {batches} batches.")
 
 
 @contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Send to stderr what gloo and other processes write to stdout, which is for the report."""
+    """Redirect stdout to stderr, because gloo writes to stdout, which is for the report."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -179,18 +179,18 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the message of an error, which of another process ends its traceback."""
+    """Return the last line of an error: for another process, the end of its traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
     if "imed out" in str(error):
-        return f"one waits for the other, which does not come ({last})"
+        return f"one process waited in vain for the other ({last})"
     if "pickle" in str(error):
-        return f"{last}; what is defined in a notebook cannot be sent to processes"
+        return f"{last} (objects defined in a notebook cannot be sent to processes)"
     return last
 
 
 class Resumed(pl.Callback):
-    """Comes behind all other callbacks, and notes what a resumed training starts from."""
+    """Records the state from which a resumed run starts, after all other callbacks."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -210,7 +210,7 @@ class Resumed(pl.Callback):
 def compare_resumed(
     model: Any, data: Any, callbacks: Sequence[Any], arguments: dict[str, Any], path: Path
 ) -> Finding:
-    """Resume from a checkpoint, and compare all that it starts from with what was saved."""
+    """Resume from a checkpoint, and compare the restored state with the saved one."""
     saved = torch.load(path, map_location="cpu", weights_only=False)
     resumed, copies = Resumed(), Copies(model, callbacks)
     shorten_schedules(copies.callbacks)
@@ -223,11 +223,11 @@ def compare_resumed(
         )
         try:
             trainer.fit(copies.model, data, ckpt_path=str(path), weights_only=False)
-        except Exception as error:  # whatever it is, it would have stopped the training
+        except Exception as error:  # any error would also stop the real run
             line = " ".join(str(error).split())
-            return Finding("ERROR", what, f"It does not resume: {type(error).__name__}: {line}")
+            return Finding("ERROR", what, f"Resuming fails: {type(error).__name__}: {line}")
     if not resumed.state:
-        return Finding("warning", what, "The training was over, so resuming was not tried.")
+        return Finding("warning", what, "Resuming was not tested: the run had already finished.")
     ours = [callback.state_key for callback in copies.callbacks if is_ours(callback)]
     kept = {key: value for key, value in saved["callbacks"].items() if key in ours and value}
     expected = {
@@ -238,9 +238,9 @@ def compare_resumed(
     }
     different = [part for part in expected if not _same(resumed.state[part], expected[part])]
     if different:
-        return Finding("ERROR", what, f"Resumed, other {', '.join(different)} than were saved.")
+        return Finding("ERROR", what, f"Not restored as saved: {', '.join(different)}.")
     names = ", ".join(key.partition("{")[0] for key in kept) or "no callback"
-    text = f"Resumes at step {expected['step']} with all that was saved, also of {names}."
+    text = f"Resumes at step {expected['step']} with all saved state, including {names}."
     return Finding("OK", what, text)
 
 
@@ -261,7 +261,7 @@ _DURATIONS = ("begin", "until", "freeze_at", "transition", "revive_after", "revi
 
 
 def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: ProbeResult) -> None:
-    """Add all that one training has shown."""
+    """Add the findings of a run in one process."""
     ours = copies.callbacks
     if seen.batches == 0:
         _callbacks(report, given, ours, seen)
@@ -278,14 +278,14 @@ def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Pro
 
 
 def _steps(report: Report, given: Sequence[Any], seen: ProbeResult) -> None:
-    """Compare steps that Lightning counts with those that happen, and with those assumed."""
+    """Compare the steps that Lightning counts with actual and with assumed steps."""
     made = f"{seen.steps} optimizer steps in {seen.batches} batches"
     if seen.optimizer_steps > seen.steps:
         report.add(
             "ERROR",
             "steps",
-            f"{made}, by Lightning's count; {seen.optimizer_steps} were made: take optimizers from "
-            "`self.optimizers()`, and step in `training_step`.",
+            f"Lightning counted {made}, but {seen.optimizer_steps} were made: call `step()` on "
+            "`self.optimizers()` in `training_step`.",
         )
         return
     clock, expected = seen.clock, seen.batches * seen.optimizers
@@ -299,8 +299,8 @@ def _steps(report: Report, given: Sequence[Any], seen: ProbeResult) -> None:
         report.add(
             "ERROR",
             "steps",
-            f"{made}, {share:.0%} of what schedules assume, so they will not arrive: set {remedy} "
-            "of the Trainer.",
+            f"{made}, {share:.0%} of what schedules assume, so the schedules will not finish: set "
+            f"{remedy} in the Trainer.",
         )
         return
     end = "no known end" if clock.total_steps is None else f"{clock.total_steps:,} steps in all"
@@ -312,7 +312,7 @@ def _gates(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
         report.add(
             "OK" if not any(map(is_ours, ours)) else "warning",
             "gates",
-            "The module has none: dg_lightning.GatedLinear is a layer with one.",
+            "The module has no gates: use dg_lightning.GatedLinear, for example.",
         )
         return
     idle = [name for name in seen.gates if name not in seen.ran]
@@ -320,14 +320,14 @@ def _gates(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
         report.add(
             "ERROR",
             "gates",
-            f"No optimizer holds the parameters of {_names(seen.untrained)}: pass them to it in "
+            f"No optimizer holds the parameters of {_names(seen.untrained)}: add them to one in "
             "`configure_optimizers`.",
         )
     elif idle:
         report.add(
             "warning",
             "gates",
-            f"{_names(idle)} did not run in {seen.batches} batches: let the net use them.",
+            f"{_names(idle)} did not run in {seen.batches} batches: use them in `forward`.",
         )
     else:
         units = sum(gate.units for gate in seen.gates.values())
@@ -338,23 +338,23 @@ def _gates(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
         report.add(
             "OK",
             "collapse",
-            f"Gates are not watched: CollapseDetector says when they fail ({_names(unwatched)}).",
+            f"Not watched: {_names(unwatched)}. CollapseDetector would warn if they fail.",
         )
 
 
 def _callbacks(
     report: Report, given: Sequence[Any], ours: Sequence[Any], seen: ProbeResult
 ) -> None:
-    """Say what each of our callbacks acts on, and when."""
+    """Report what each callback of this package acts on, and when."""
     for callback, copied in zip(without_io_callbacks(given), ours, strict=True):
         if not is_ours(callback):
             continue
         name, found = type(callback).__name__, targets(copied)
         if name in seen.dead:
             gone = _names(seen.dead[name])
-            report.add("ERROR", name, f"It acts on {gone}, not part of the module any more.")
+            report.add("ERROR", name, f"Acts on {gone}, which the module no longer contains.")
             continue
-        text = f"Acts on {_names(found)}." if found else "Takes part."
+        text = f"Acts on {_names(found)}." if found else "Active."
         assert seen.clock is not None
         try:
             report.add(*_in_time(name, text, _moments(callback), seen.clock))
@@ -363,7 +363,7 @@ def _callbacks(
 
 
 def _moments(callback: Any) -> dict[str, Duration]:
-    """Return the durations of a callback, by their names."""
+    """Return the durations of a callback, by name."""
     moments: dict[str, Duration] = {}
     holders = [callback, getattr(callback, "schedule", None), getattr(callback, "weight", None)]
     for name, holder in product(_DURATIONS, holders):
@@ -393,7 +393,7 @@ def _in_time(
 
 
 def _dense_layers(report: Report, model: Any, ours: Sequence[Any]) -> None:
-    """Name the layers that no callback makes sparse, and why."""
+    """Report the layers that no callback makes sparse, with the reason."""
     sparse = [callback for callback in ours if hasattr(callback, "connections")]
     if sparse:
         made = {name for callback in sparse for name in targets(callback)}
@@ -403,7 +403,7 @@ def _dense_layers(report: Report, model: Any, ours: Sequence[Any]) -> None:
             for name, module in model.named_modules()
             if isinstance(module, _LAYERS) and name not in made and module not in in_gates
         }
-        for trained, why in ((True, "no callback names them"), (False, "they are frozen")):
+        for trained, why in ((True, "not selected by any callback"), (False, "frozen")):
             if names := [name for name, trains in left.items() if trains == trained]:
                 report.add("OK", "dense layers", f"{_names(names)}: {why}.")
 
@@ -418,7 +418,7 @@ def _penalty(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
         report.add(
             "ERROR",
             "penalty",
-            "Lightning was given no loss to differentiate, so the penalty cannot act: write "
+            "Lightning saw no backward pass, so the penalty cannot act: call "
             "`self.manual_backward(loss)`.",
         )
         return
@@ -428,7 +428,7 @@ def _penalty(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
     pressing = [callback for callback in ours if _presses(callback)]
     pressed = {name for callback in pressing for name in callback.term.gates} & seen.ran
     missed = [name for name in pressed if not seen.gradients.get(name, (0, 0))[1] > 0]
-    # Nothing has to press on a gate within its target, or of no weight.
+    # A gate within its target or with a layer weight of 0 needs no penalty gradient.
     lenient = any(
         str(getattr(c, "usage", "")).startswith("hinge") or getattr(c, "layer_weights", None)
         for c in pressing
@@ -436,11 +436,11 @@ def _penalty(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:
     off = all(c.weight.end == 0 for c in pressing if hasattr(c, "weight"))
     if missed and not lenient:
         weightless = off and not any(hasattr(callback, "budget") for callback in pressing)
-        why = "its `weight` is 0" if weightless else "no gradient of it comes there"
-        report.add("ERROR", "penalty", f"It does not reach {_names(sorted(missed))}: {why}.")
+        why = "its `weight` is 0" if weightless else "its gradient there is 0"
+        report.add("ERROR", "penalty", f"Does not reach {_names(sorted(missed))}: {why}.")
         return
-    sizes = [f"{n} {p:.2g} beside {own:.2g}" for n, (own, p) in seen.gradients.items()]
-    report.add("OK", "penalty", f"Norm of its gradient, beside the loss's: {_names(sizes)}.")
+    sizes = [f"{n} {p:.2g} vs. {own:.2g}" for n, (own, p) in seen.gradients.items()]
+    report.add("OK", "penalty", f"Gradient norms of penalty vs. loss: {_names(sizes)}.")
 
 
 def _zeros(report: Report, seen: ProbeResult) -> None:
@@ -462,47 +462,47 @@ def _ledger(report: Report, seen: ProbeResult) -> None:
         report.add(
             "warning",
             "ledger",
-            "MACs are not counted: a linear map at a gate did not run as a module, or the size of "
-            "a batch is not known.",
+            "MACs were not counted: a gated linear layer did not run as a module, or the batch "
+            "size is unknown.",
         )
         return
     maps = len(counted.runs)
-    text = f"{maps} linear maps and decisions, and {counted.other:,} other MACs a sample."
+    text = f"{maps} linear layers and gate networks, {counted.other:,} other MACs per sample."
     if counted.uncounted:
         text += f" Not counted: {', '.join(counted.uncounted)}."
     report.add("warning" if counted.uncounted else "OK", "ledger", text)
 
 
 def add_pickling(report: Report, ours: Sequence[Any]) -> None:
-    """Add the callbacks that cannot be pickled behind a training, as a second one needs."""
+    """Report callbacks that cannot be pickled after a run, as a second run requires."""
     for callback in filter(is_ours, ours):
         alone = copy.copy(callback)
-        for name in ("log", "log_dict"):  # of the module, which Lightning has put there
+        for name in ("log", "log_dict"):  # methods of the module, attached by Lightning
             vars(alone).pop(name, None)
         try:
             pickle.dumps(alone)
-        except Exception as error:  # of whatever it holds
+        except Exception as error:  # its attributes may raise anything
             name = type(callback).__name__
             report.add("ERROR", name, f"It cannot be sent to processes: {error}.")
 
 
 def add_cost(report: Report, model: Any, data: Any, callbacks: Sequence[Any], trainer: Any) -> None:
-    """Compare the time of a batch with that of one without our callbacks."""
+    """Report the time per batch with and without the callbacks of this package."""
     times = []
     for without_ours in (False, True):
         seen = ProbeResult()
         try:
             run_steps(Copies(model, callbacks, without_ours), data, trainer, seen)
-        except Exception as error:  # as of callbacks that monitor our keys
+        except Exception as error:  # for example, other callbacks may monitor our keys
             report.add("OK", "time", f"Not measured without our callbacks: {error}")
             return
         times.append(1e3 * seen.seconds_per_batch)
-    text = f"{times[0]:.2f} ms a batch with our callbacks, {times[1]:.2f} without."
+    text = f"{times[0]:.2f} ms per batch with our callbacks, {times[1]:.2f} ms without."
     report.add("OK", "time", text)
 
 
 def _names(names: Iterable[str]) -> str:
-    """Return names as a list, of which only the first are written."""
+    """Return names as text, with only the first few written out."""
     every = list(names)
     left = len(every) - _MOST_NAMES
     return ", ".join(every[:_MOST_NAMES]) + (f" and {left} others" if left > 0 else "")

@@ -1,4 +1,4 @@
-"""Run a few steps of a training on copies, and record what happens."""
+"""Run a few training steps on copies, and record what happens."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates import gate_layers, shared_state
 from dg_lightning.schedules import Clock, Schedule
 
-# Settings of a Trainer that a check has its own for.
+# Arguments of a Trainer that a check sets or omits.
 _OF_A_RUN = frozenset({
     "barebones", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
     "enable_model_summary", "enable_progress_bar", "fast_dev_run", "limit_val_batches", "logger",
@@ -40,12 +40,12 @@ _LEFT_OUT = (BatchSizeFinder, Checkpoint, LearningRateFinder, ModelSummary, Prog
 
 
 def is_ours(callback: Any) -> bool:
-    """Return True for a callback of this package, or one that derives from it."""
+    """Return True for callbacks of this package and their subclasses."""
     return any(k.__module__.startswith("dg_lightning.callbacks.") for k in type(callback).__mro__)
 
 
 def targets(callback: Any) -> dict[str, Any]:
-    """Return the gates or layers that one of our callbacks acts on, by name."""
+    """Return the gates or layers that a callback of this package acts on, by name."""
     if hasattr(callback, "term"):
         return dict(callback.term.gates)
     if hasattr(callback, "connections"):
@@ -54,12 +54,12 @@ def targets(callback: Any) -> dict[str, Any]:
 
 
 def without_io_callbacks(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks that neither save checkpoints, nor print, nor search for settings."""
+    """Return the callbacks that do not save checkpoints, print or tune settings."""
     return [callback for callback in callbacks if not isinstance(callback, _LEFT_OUT)]
 
 
 def shorten_schedules(callbacks: Sequence[Any]) -> None:
-    """Let callbacks act within the first steps."""
+    """Make callbacks act within the first steps."""
     for callback in callbacks:
         if isinstance(callback, GatePenalty):
             most = max(callback.weight.start, callback.weight.end)
@@ -73,12 +73,12 @@ def shorten_schedules(callbacks: Sequence[Any]) -> None:
 
 
 class Copies:
-    """Copies of a model and of the callbacks that take part, made together.
+    """Copies of a model and its callbacks, which keep references to each other.
 
     Args:
         model: The model.
         callbacks: The callbacks of its Trainer.
-        without_ours: Whether to leave our callbacks out.
+        without_ours: Whether to omit the callbacks of this package.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Copies:
 
 
 def own_settings(arguments: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return the settings of a Trainer that leaves nothing behind."""
+    """Return arguments for a Trainer that writes only to `folder`."""
     kept = {name: value for name, value in arguments.items() if name not in _OF_A_RUN}
     return {
         **kept,
@@ -108,33 +108,35 @@ _FEWEST_BATCHES, _MOST_BATCHES, _STEPS = 8, 40, 4
 
 @dataclass
 class ProbeResult:
-    """What a few steps have shown."""
+    """What a few training steps have shown."""
 
     batches: int = 0
-    steps: int = 0
+    steps: int = 0  # optimizer steps counted by Lightning
     optimizers: int = 1
-    optimizer_steps: int = 0  # counted by the optimizers themselves
-    backward_passes: int = 0  # that Lightning knows of
+    optimizer_steps: int = 0  # optimizer steps counted by hooks
+    backward_passes: int = 0  # backward passes that Lightning noticed
     clock: Clock | None = None
     gates: dict[str, Any] = field(default_factory=dict)
-    ran: set[str] = field(default_factory=set)
+    ran: set[str] = field(default_factory=set)  # gates that ran
     untrained: list[str] = field(default_factory=list)  # gates that no optimizer holds
-    dead: dict[str, list[str]] = field(default_factory=dict)  # by callback: not in the module
-    # Norms of gradients by gate: of the loss, and of the penalties.
+    # By callback, its targets that are no longer in the module.
+    dead: dict[str, list[str]] = field(default_factory=dict)
+    # By gate, the gradient norms of the loss and of the penalties.
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
-    no_gradients: str | None = None  # why they could not be measured
-    not_zero: dict[str, int] = field(default_factory=dict)  # by layer: the first such step
+    no_gradients: str | None = None  # why gradients could not be measured
+    # By layer, the first step after which a missing weight was not 0.
+    not_zero: dict[str, int] = field(default_factory=dict)
     whole_net: WholeNet | None = None
     seconds: list[float] = field(default_factory=list)
 
     @property
     def seconds_per_batch(self) -> float:
-        """The median, without the first two batches."""
+        """The median seconds per batch, without the first two batches."""
         return median(self.seconds[2:] or self.seconds or [math.nan])
 
 
 class FirstProbe(pl.Callback):
-    """Comes before all other callbacks."""
+    """Records before all other callbacks act."""
 
     def __init__(self, seen: ProbeResult) -> None:
         self.seen = seen
@@ -149,13 +151,13 @@ class FirstProbe(pl.Callback):
         if self.seen.batches == 0:
             try:
                 self._samples = extract_batch_size(batch)
-            except MisconfigurationException:  # a batch of somebody's own class
+            except MisconfigurationException:  # a custom batch class
                 return
             self._count = FlopRecorder(pl_module)
             self._count.__enter__()
 
     def stop_counting(self) -> None:
-        """Stop counting products: the forward pass is over."""
+        """Stop counting FLOPs after the forward pass."""
         if self._count is not None:
             self._count.__exit__(None, None, None)
             self.seen.whole_net = self._count.result(self._samples)
@@ -168,7 +170,7 @@ class FirstProbe(pl.Callback):
         self.stop_counting()
         self.seen.backward_passes += 1
         for gate in self.seen.gates.values():
-            shared_state(trainer, gate).phase_factor = 1.0  # not the first phase, without penalty
+            shared_state(trainer, gate).phase_factor = 1.0  # skip a first phase without penalty
         self.loss_gradients = gradients_of(loss, self.seen)
 
     @override
@@ -179,26 +181,26 @@ class FirstProbe(pl.Callback):
 
 
 def gate_parameters(seen: ProbeResult) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of gates, with the name of their gate."""
+    """Return the trainable parameters of gates, with the names of the gates."""
     gates = [(n, gate) for n, gate in seen.gates.items() if isinstance(gate, nn.Module)]
     return [(name, p) for name, gate in gates for p in gate.parameters() if p.requires_grad]
 
 
 def gradients_of(loss: Tensor, seen: ProbeResult) -> list[Tensor | None]:
-    """Return the gradients of a loss at the parameters of gates, in the first batch."""
+    """Return the gradients of a loss for the gates' parameters, in the first batch only."""
     parameters = [parameter for _, parameter in gate_parameters(seen)]
     if not parameters or seen.batches or seen.no_gradients or loss.grad_fn is None:
         return []
     try:
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:  # as of checkpoint(use_reentrant=True), or compiled code
+    except RuntimeError as error:  # for example checkpoint(use_reentrant=True) or compiled code
         seen.no_gradients = str(error).partition("\n")[0]
         return []
     return list(found)
 
 
 class LastProbe(pl.Callback):
-    """Comes behind all other callbacks."""
+    """Records after all other callbacks have acted."""
 
     def __init__(self, seen: ProbeResult, before: FirstProbe) -> None:
         self.seen = seen
@@ -231,7 +233,7 @@ class LastProbe(pl.Callback):
             optimizer.register_step_post_hook(self._end_step)
 
     def _begin_step(self, *_: Any) -> None:
-        self._depth += 1  # a step may call that of its parent class
+        self._depth += 1  # a step may call the step of its parent class
 
     def _end_step(self, *_: Any) -> None:
         self._depth -= 1
@@ -241,13 +243,13 @@ class LastProbe(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
-        if optimizer not in self._watched:  # now, so that it comes behind the hooks of others
+        if optimizer not in self._watched:  # registered late, to run after all other hooks
             self._watched.append(optimizer)
             optimizer.register_step_post_hook(self._look_at_weights)
 
     @torch.no_grad()
     def _look_at_weights(self, *_: Any) -> None:
-        """Look at the weights that the forward pass uses."""
+        """Check that missing weights are 0 in the weights that the forward pass uses."""
         live = {id(module) for module in self._module.modules()}
         for callback in self._sparse:
             for name, sparse in callback.connections.items():
@@ -303,14 +305,14 @@ def run_steps(
     seen: ProbeResult,
     save: Path | None = None,
 ) -> None:
-    """Make a few steps; files go to a folder that is removed.
+    """Run a few training steps with files in a temporary folder.
 
     Args:
-        copies: The model and its callbacks.
+        copies: Copies of the model and its callbacks.
         data: A DataModule or a loader.
         arguments: Arguments of the Trainer.
-        seen: What is observed.
-        save: Where a checkpoint of the end is saved.
+        seen: The record to fill.
+        save: Where to save a checkpoint at the end; None to save none.
     """
     before = FirstProbe(seen)
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):

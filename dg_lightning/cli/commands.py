@@ -1,4 +1,4 @@
-"""Find the function of a command, and turn errors into one line."""
+"""Dispatch commands and turn errors into one-line messages."""
 
 import os
 import sys
@@ -31,22 +31,24 @@ T = TypeVar("T")
 
 
 def run_report(args: list[str]) -> None:
-    """Run `report` with the arguments after that word."""
+    """Run `dg-lightning report`."""
     from dg_lightning.study.report import write_report
 
     parser = OneLineErrorParser(
         prog="dg-lightning report",
         description="Write the HTML report of a run or of a study as a single file. With --wandb, "
-        "save a workspace in W&B: open rates, heat maps, accuracy against MACs.",
+        "save a W&B workspace instead: open rates, heat maps, accuracy against MACs.",
     )
     add_run_options(parser)
-    parser.add_argument("--output", type=str, help="The file; report.html in that folder if None.")
-    parser.add_argument("--wandb", type=str, help="entity/project in W&B, in place of a run.")
+    parser.add_argument(
+        "--output", type=str, help="Output file; by default report.html in the run."
+    )
+    parser.add_argument("--wandb", type=str, help="entity/project in W&B, instead of a run.")
     given = parser.parse_args(args)
     if given.wandb is not None:
         _save_workspace(given.wandb, given.output)
         return
-    is_folder = given.run is not None and Path(given.run).is_dir()  # which may be a study's
+    is_folder = given.run is not None and Path(given.run).is_dir()  # a run or a study
     if is_folder and given.config is None and given.ckpt_path is None:
         folder = Path(given.run)
     else:
@@ -75,20 +77,20 @@ def _save_workspace(name: str, output: str | None) -> None:
         try:
             workspace.save()
         except (wandb.Error, ValueError, OSError) as error:
-            reason = f"would not take it ({' '.join(str(error).split())})"
+            reason = f"rejected the workspace ({' '.join(str(error).split())})"
         else:
             print(f"The workspace is {workspace.url}.")
             return
     path = Path(output or "wandb_workspace.json")
     write_text(path, specification(workspace))
     sys.stderr.write(
-        f"{address} {reason}: the specification of the workspace is in {path}. To save it, run "
-        "`wandb login` and this command again where the server can be reached.\n"
+        f"{address} {reason}: the workspace specification is in {path}. To save it in W&B, run "
+        "`wandb login` and then this command on a machine that can reach the server.\n"
     )
 
 
 def run_study(args: list[str]) -> None:
-    """Run `study` with the arguments after that word."""
+    """Run `dg-lightning study`."""
     _require_optuna("study")
     from dg_lightning.study import Study, run_study
 
@@ -97,7 +99,7 @@ def run_study(args: list[str]) -> None:
 
 
 def run_search(args: list[str]) -> None:
-    """Run `search` with the arguments after that word."""
+    """Run `dg-lightning search`."""
     _require_optuna("search")
     from dg_lightning.study import Search, run_search
 
@@ -114,14 +116,14 @@ def _require_optuna(command: str) -> None:
 
 def _read_settings(command: str, kind: type[T], args: list[str]) -> T:
     parser = OneLineErrorParser(prog=f"dg-lightning {command}", description=COMMANDS[command])
-    parser.add_argument("--config", action="config", help="One that ships, or a file.")
+    parser.add_argument("--config", action="config", help="Shipped config, or a file.")
     parser.add_class_arguments(kind)
     given = parser.parse_args(resolve_config_paths(args))
     given.pop("config")
     return kind(**parser.instantiate(given).as_dict())
 
 
-# Where the function of a command is; all others are Lightning's, or use a Trainer as they do.
+# Modules of the commands that are not subcommands of GateCLI.
 _MODULES = {
     "study": "dg_lightning.cli.commands",
     "search": "dg_lightning.cli.commands",
@@ -135,7 +137,7 @@ _TERMINATED = 143  # 128 + SIGTERM, as shells report it
 
 
 def run(given: list[str]) -> None:
-    """Run a command that `start.main` has not answered without torch."""
+    """Run a command that needs torch."""
     # Optimizer state of closed units decays to denormal numbers, which slow CPUs down by up to a
     # third after some epochs. Set first, because threads inherit it when they are created.
     torch.set_flush_denormal(True)
@@ -146,7 +148,7 @@ def run(given: list[str]) -> None:
         return
     command, *rest = given
     try:
-        sys.path.append(os.getcwd())  # as `python -m`, but last, to shadow nothing
+        sys.path.append(os.getcwd())  # as `python -m` does, but last, so that it shadows nothing
         if command in _MODULES:
             # Imported here, because training does not need it.
             getattr(import_module(_MODULES[command]), f"run_{command}")(rest)
@@ -161,9 +163,9 @@ def run(given: list[str]) -> None:
     except Exception as error:  # classified by type and origin
         if is_user_error(error):
             is_full = getattr(error, "errno", None) in (ENOSPC, EFBIG)
-            remedy = ": free some space, nothing old is lost." * is_full
+            remedy = ": free some space; existing files are intact." * is_full
             raise cli_error(f"{one_line(str(error))}{remedy}", error) from error
-        if involves_user_code(error):  # its author needs the traceback
+        if involves_user_code(error):  # its author needs the full traceback
             raise
         raise cli_error(describe_unexpected(error), error, status=1) from error
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The command `convert`: gates that look at each token, put into a trained dense Transformer."""
+"""The command `convert`: add per-token gates to a trained dense Transformer."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,26 +25,29 @@ from dg_lightning.training.module import GatedModule
 
 
 def run_convert(args: list[str]) -> None:
-    """Run the command with the arguments after its name."""
+    """Run `dg-lightning convert`."""
     parser = OneLineErrorParser(
         prog="dg-lightning convert",
-        description="Make a trained dense Transformer run only some blocks of its feed-forwards "
-        "for each token: cluster units, teach gates, train on.",
+        description="Convert a trained dense Transformer so that each token runs only some blocks "
+        "of the feed-forward layers: cluster the units, train the gates, fine-tune everything.",
     )
     add_run_options(parser)
     parser.add_argument(
         "--budget",
         type=float | list[float],
         default=0.5,
-        help="Share of the feed-forwards' MACs, decisions included; or several, one model each.",
+        help="Share of the feed-forward MACs to use, gate networks included; a list makes one "
+        "model for each.",
     )
-    parser.add_argument("--output", type=str, required=True, help="Folder of the checkpoints.")
+    parser.add_argument("--output", type=str, required=True, help="Folder for the checkpoints.")
     parser.add_argument("--block_size", type=int, default=64, help="Units that share a gate.")
-    parser.add_argument("--teach_steps", type=int, default=250, help="Steps that teach gates.")
-    parser.add_argument("--tune_steps", type=int, default=1000, help="Steps that train all on.")
-    parser.add_argument("--learning_rate", type=float, default=3e-4, help="Of training on.")
-    parser.add_argument("--seed", type=int, default=0, help="Of batches and their order.")
-    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    parser.add_argument(
+        "--teach_steps", type=int, default=250, help="Steps that train the gates alone."
+    )
+    parser.add_argument("--tune_steps", type=int, default=1000, help="Steps of fine-tuning.")
+    parser.add_argument("--learning_rate", type=float, default=3e-4, help="For fine-tuning.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the batch order.")
+    parser.add_argument("--data_root", type=str, help="Location of the data; by default the run's.")
     given = parser.parse_args(args)
     path = selected_checkpoint(given)
     budgets = given.budget if isinstance(given.budget, list) else [given.budget]
@@ -52,7 +55,7 @@ def run_convert(args: list[str]) -> None:
         raise cli_error(f"`budget` must be above 0 and below 1, got {given.budget}.")
     output = Path(given.output)
     if output.exists() and not output.is_dir():
-        raise cli_error(f"`output` must be a folder, and {given.output!r} is a file: name another.")
+        raise cli_error(f"`output` must be a folder, got the file {given.output!r}: name another.")
     done: list[Converted] = []
     for budget in budgets:
         pl.seed_everything(given.seed, verbose=False)
@@ -88,7 +91,7 @@ def run_convert(args: list[str]) -> None:
 
 
 def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> None:
-    """Write a checkpoint that loads by itself, as one of a training with `AddGates` does."""
+    """Write a self-contained checkpoint, in the format of runs with `AddGates`."""
     checkpoint = read_checkpoint(source)
     for key in ("optimizer_states", "lr_schedulers", "loops"):
         checkpoint.pop(key, None)

@@ -1,4 +1,4 @@
-"""Trainers for `plan` and `check`, which do not train."""
+"""Trainers for `plan` and `check`."""
 
 import math
 import sys
@@ -43,14 +43,14 @@ class PlanningTrainer(pl.Trainer):
         Args:
             model: The model whose gates are scheduled.
             datamodule: The data, which determines the length of an epoch.
-            output: The image file (its suffix sets the format); the terminal shows the plan too.
+            output: Image file, whose suffix sets the format. The plan is printed too.
         """
         import rich
 
         clock = self._clock(datamodule)
         curves = collect_plan(self.callbacks, clock, model)  # type: ignore[attr-defined]
         if not curves:
-            rank_zero_info("No callback of this config has a schedule: there is nothing to plan.")
+            rank_zero_info("No callback has a schedule: there is nothing to plan.")
             return
         rich.print(table(curves, clock))
         for risk in find_risks(curves, clock, model):
@@ -58,16 +58,16 @@ class PlanningTrainer(pl.Trainer):
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            rank_zero_info("A picture needs matplotlib: pip install matplotlib")
+            rank_zero_info("A figure of the plan needs matplotlib: pip install matplotlib")
             return
         path = Path(output, "plan.png") if Path(output).is_dir() else Path(output)
         draw(curves, clock, path)
-        rank_zero_info(f"The plan is drawn in {path}.")
+        rank_zero_info(f"The plan is in {path}.")
 
     def _clock(self, datamodule: pl.LightningDataModule | None) -> Clock:
-        """Compute the number of steps of a fit; the data must be available."""
+        """Return the length of the training run in steps, for which the data is loaded."""
         if datamodule is None:
-            raise ValueError("A plan needs data, to know how long an epoch is: give `--data`.")
+            raise ValueError("A plan needs data to know the length of an epoch: give `--data`.")
         datamodule.prepare_data()
         datamodule.setup("fit")
         batches = math.ceil(len(datamodule.train_dataloader()) / self.world_size)
@@ -81,7 +81,7 @@ class PlanningTrainer(pl.Trainer):
         total = min(per_epoch * (epochs or 0), steps)
         if not 0 < total < math.inf:
             raise ValueError(
-                f"A plan needs a finite number of steps, at least one, got {total}: "
+                f"A plan needs a finite number of steps above 0, got {total}: "
                 "set `trainer.max_epochs` or `trainer.max_steps`."
             )
         return Clock(int(total), per_epoch)
@@ -94,7 +94,7 @@ def table(curves: list[Curve], clock: Clock) -> "Table":
     from rich.table import Table
 
     result = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
-    result.add_column("what", no_wrap=True)
+    result.add_column("schedule", no_wrap=True)
     for column in ("start", "end"):
         result.add_column(column, justify="right")
     result.add_column("over training", no_wrap=True)
@@ -114,9 +114,7 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
 
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
-        raise ValueError(
-            f"`output` must end in .{', .'.join(sorted(known))}, got {str(path)!r}: plan.png."
-        )
+        raise ValueError(f"`output` must end in .{', .'.join(sorted(known))}, got {str(path)!r}.")
 
     panels = list(dict.fromkeys(_PANELS[curve.quantity] for curve in curves))
     figure = Figure(figsize=(8, 2.2 * len(panels) + 0.6), layout="constrained")
@@ -145,9 +143,9 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
 
 
 class CheckingTrainer(PlanningTrainer):
-    """A Trainer that can also check a training before it is run."""
+    """A Trainer that can also check a training run before it starts."""
 
-    arguments: dict[str, Any]  # that it was made with
+    arguments: dict[str, Any]  # Trainer arguments from the config
 
     def check(
         self,
@@ -156,16 +154,16 @@ class CheckingTrainer(PlanningTrainer):
         ranks: int = 1,
         json: bool = False,
     ) -> None:
-        """Make a few steps, save nothing, and say whether the training will do what it should.
+        """Run a few steps and report problems; nothing is saved.
 
         Args:
             model: The model.
             datamodule: The data.
-            ranks: With 2, two processes on the CPU make the steps too, and must agree.
-            json: Whether to print JSON rather than a table.
+            ranks: If 2, two CPU processes run the steps too, and must agree.
+            json: Print JSON instead of a table.
         """
         if datamodule is None:
-            raise ValueError("A check needs data: give `--data`.")
+            raise ValueError("`check` needs data: give `--data`.")
         if ranks not in (1, 2):
             raise ValueError(f"`ranks` must be 1 or 2, got {ranks}.")
         callbacks = self.arguments.pop("callbacks", None) or []

@@ -1,4 +1,4 @@
-"""One-line error messages for mistakes of the user, with exit status 2."""
+"""One-line messages for user errors, with exit status 2."""
 
 import re
 import sysconfig
@@ -23,7 +23,7 @@ _PACKAGE_FOLDERS = [Path(package.__path__[0]) for package in _PACKAGES]
 _MESSAGE_TYPES = (ValueError, TypeError, RuntimeError)
 _STATE_DICT_MISMATCH = "Error(s) in loading state_dict"
 
-# Lines of the parser's report on nested types that do not describe the problem itself.
+# Lines of the parser's report that do not describe the problem.
 _BOILERPLATE = re.compile(
     r"Parser key|Does not validate against|Subtypes:|Errors:|Given value|Problem with given"
     r"|Expected a <class 'NoneType'>|Expected a path but"
@@ -48,7 +48,7 @@ class OneLineErrorParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if re.match(r"unrecognized arguments: [^-]", message):
-            message += "; a config is named with --config"
+            message += "; give a config with --config"
         elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
             known = self.get_defaults(skip_validation=True).keys()
             near = get_close_matches(unknown[2], known, n=1)
@@ -78,7 +78,7 @@ def involves_user_code(error: Exception) -> bool:
 
 
 def describe_unexpected(error: Exception) -> str:
-    """Describe an unexpected error."""
+    """Describe an unexpected error and where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'} (raised in "

@@ -49,7 +49,7 @@ Batches: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
 def run_export(args: list[str]) -> None:
-    """Run the command with the arguments after its name."""
+    """Run `dg-lightning export`."""
     for torch_internal in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
         warnings.filterwarnings("ignore", torch_internal)
     parser = OneLineErrorParser(
@@ -57,24 +57,24 @@ def run_export(args: list[str]) -> None:
         description="Write a trained net as a small dense one that runs without dg-lightning.",
     )
     add_run_options(parser)
-    parser.add_argument("--format", type=Format, default="safetensors", help="Kind of file.")
-    parser.add_argument("--output", type=str, required=True, help="The file.")
+    parser.add_argument("--format", type=Format, default="safetensors", help="File format.")
+    parser.add_argument("--output", type=str, required=True, help="Output file.")
     parser.add_argument(
         "--min_usage",
         type=float,
         default=0.0,
         help="Remove blocks of input-dependent gates that are open for a smaller share of the "
-        "validation samples. This changes the outputs of the net: accuracy is shown.",
+        "validation samples. This changes the outputs of the net, so its accuracy is printed.",
     )
     parser.add_argument(
         "--freeze_gates",
         type=Literal["auto"] | bool,
         default="auto",
-        help="Freeze input-dependent gates to static ones: blocks stay open if at least "
-        f"--min_usage of the validation samples open them ({FREEZE_USAGE} if that is 0). This "
+        help="Turn input-dependent gates into static ones: a block stays open if at least "
+        f"--min_usage of the validation samples open it ({FREEZE_USAGE} if --min_usage is 0). This "
         "changes the outputs of the net and makes it as fast as one with static gates. `auto` "
-        "freezes, and says so, if the gates make the net slower than the dense one and accuracy "
-        "falls by at most --max_accuracy_drop; never with --min_usage.",
+        "freezes the gates, and prints that, if they make the net slower than the dense one and "
+        "accuracy drops by at most --max_accuracy_drop; it never does with --min_usage.",
     )
     parser.add_argument(
         "--max_accuracy_drop",
@@ -83,18 +83,18 @@ def run_export(args: list[str]) -> None:
         help="Largest drop in validation accuracy for --freeze_gates=auto.",
     )
     parser.add_argument(
-        "--data_root", type=str, help="Where the data is, for accuracies; as in the run's config."
+        "--data_root", type=str, help="Location of the data; by default that of the run."
     )
     parser.add_argument(
-        "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Sizes to be fast for."
+        "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Batch sizes to optimise for."
     )
     given = parser.parse_args(args)
     given.ckpt_path = selected_checkpoint(given)
     _require_packages(given.format)
     if not 0 <= given.min_usage < 1:
-        raise cli_error(f"`min_usage` must be from 0 to below 1, got {given.min_usage}.")
+        raise cli_error(f"`min_usage` must be in [0, 1), got {given.min_usage}.")
     if not 0 <= given.max_accuracy_drop <= 1:
-        raise cli_error(f"`max_accuracy_drop` must be from 0 to 1, got {given.max_accuracy_drop}.")
+        raise cli_error(f"`max_accuracy_drop` must be in [0, 1], got {given.max_accuracy_drop}.")
     net = load_net(given.ckpt_path)
     sizes = check_batch_sizes(given.batch_sizes)
     asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
@@ -102,45 +102,47 @@ def run_export(args: list[str]) -> None:
     gates = [layer.gate for layer in net.layers()]
     is_dynamic = any(gate is not None and gate.input_dependent for gate in gates)
     if wanted and not is_dynamic:
-        print(f"--{wanted} has nothing to do: no gate of this net depends on the input.")
+        print(f"--{wanted} has no effect: no gate of this net depends on the input.")
         wanted = None
     data = load_data(given.ckpt_path, given.data_root, needed_by=wanted)
     held_out = None
     if data is not None and is_dynamic and has_part(data, "validate"):
         held_out = partial(batches, data, "validate")
     elif wanted is not None:
-        raise cli_error(f"`{wanted}` needs a validation part, and the run's data has none.")
+        raise cli_error(f"`{wanted}` needs a validation split, but the run's data has none.")
     reference, compacted = _compact_net(net, given, sizes, held_out)
     shape = input_shape(given.ckpt_path)
     x = check_inputs(compacted, reference).unflatten(1, shape)
     preparation = preparation_in(read_checkpoint(given.ckpt_path))
     if preparation is None:
-        print("The checkpoint is of an earlier version, which did not save how data was prepared.")
+        print(
+            "The checkpoint is from an earlier version and does not record how data was prepared."
+        )
     else:
-        preparation.pop("seen", None)  # the training cells, needed in the checkpoint only
+        preparation.pop("seen", None)  # the training cells; only the checkpoint needs them
     exported = export(reference, compacted, given.format, Path(given.output), x, preparation)
     gains = _print_results(net, compacted, exported, sizes, shape)
     slower = [size for size, gain in gains.items() if gain < 1]
     if reference is not net and wanted is None:
-        print("Its outputs differ from the trained net: --freeze_gates=false keeps the gates.")
+        print("The outputs differ from the trained net's: --freeze_gates=false keeps the gates.")
     decides = any(step["kind"] == "gated" for step in compacted.steps)
     if slower and decides:
         need = "" if held_out else ", which needs validation data of the run (--data_root)"
         print(
-            f"Slower than the dense net at batch {', '.join(map(str, slower))}: gates that depend "
-            f"on the input cost more here than they save; --freeze_gates=true makes them static"
-            f"{need}."
+            f"Slower than the dense net at batch size {', '.join(map(str, slower))}: "
+            "input-dependent gates cost more here than they save. Make them static with "
+            f"--freeze_gates=true{need}."
         )
     if data is not None:
         measure, (before, after) = scores([net, exported.run], batches(data, "test"))
         name = measure[0].upper() + measure[1:]
-        print(f"{name} on the test part: {before:.2%} before, {after:.2%} after.")
+        print(f"{name} on the test split: {before:.2%} before, {after:.2%} after.")
 
 
 def _compact_net(
     net: GatedMLP, given: Any, sizes: list[int], held_out: Batches | None
 ) -> tuple[GatedMLP, PlainNet]:
-    """Return the net that the file must match, with all requested changes, and its compact form."""
+    """Return the net that the file must match, with the requested changes, and its compact form."""
     if held_out is None or (given.freeze_gates is False and not given.min_usage):
         return net, fastest_plain_net(net, sizes)
     if given.freeze_gates == "auto" and not given.min_usage:
@@ -188,13 +190,12 @@ def _print_results(
     rich.print(table)
     whole = sum(p.numel() * p.element_size() for p in net.parameters())
     print(
-        f"{exported.files[0]}: inputs {shape}, {exported.size:,} bytes ({whole:,} of the trained "
-        f"net's weights); "
-        f"largest difference {exported.difference:.1e} of the largest output."
+        f"{exported.files[0]}: inputs {shape}, {exported.size:,} bytes (trained weights: {whole:,} "
+        f"bytes); largest difference {exported.difference:.1e}, relative to the largest output."
     )
     if len(exported.files) > 1:
         print(
-            f"Load it with {exported.files[-1]}, which needs torch and safetensors only: "
+            f"Load it with {exported.files[-1]}, which needs only torch and safetensors: "
             f"`from load_net import load; net = load({exported.files[0].name!r})`."
         )
     return gains

@@ -1,4 +1,4 @@
-"""The command `features`: the columns or genes that a trained net reads."""
+"""The command `features`: list the columns or genes that a trained net uses."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,27 +25,27 @@ _SHOWN_GENES = 6  # genes per cell type in the terminal
 
 
 def run_features(args: list[str]) -> None:
-    """Run the command with the arguments after its name."""
+    """Run `dg-lightning features`."""
     parser = OneLineErrorParser(
         prog="dg-lightning features",
-        description="Write the inputs that a net has kept. Columns of a table: by how much "
-        "accuracy (R² for numbers) on the test rows falls if a column is shuffled. Genes of cells: "
-        "by how much a cell type's logit, less the mean of all, rises with the gene's "
-        "log-normalised value, on average over the training cells of that type.",
+        description="Write the inputs that a net uses, and their importance. For columns of a "
+        "table: the drop in test accuracy (R² for regression) if the column is shuffled. For "
+        "genes: the slope of a cell type's logit, minus the mean logit, with respect to the gene's "
+        "log-normalised value, averaged over the training cells of that type.",
     )
     add_run_options(parser)
     parser.add_argument(
         "--output",
         type=str,
-        help="The file; features.csv (genes.csv for cells) in the run if None.",
+        help="Output file; by default features.csv (genes.csv for cells) in the run.",
     )
-    parser.add_argument("--data_root", type=str, help="Where the data is; as in the run's config.")
+    parser.add_argument("--data_root", type=str, help="Location of the data; by default the run's.")
     given = parser.parse_args(args)
     path = Path(selected_checkpoint(given)).resolve()
     preparation = preparation_in(read_checkpoint(path)) or {}
     is_table = preparation.get("kind") == "table"
     if not is_table and not {"input_genes", "class_names", "std"} <= preparation.keys():
-        raise cli_error(f"{path} was trained on no table and on no cells: give a run of one.")
+        raise cli_error(f"`features` needs a run on a table or on cells, got {path}.")
     net = load_net(str(path))
     data: Any = load_data(str(path), given.data_root, needed_by="features")
     name = "features.csv" if is_table else "genes.csv"
@@ -104,7 +104,7 @@ def _gene_table(names: list[str], types: list[str], kept: Tensor, weights: Tenso
     """Return the genes with the largest weights for each cell type."""
     table = Table(box=box.SIMPLE, show_header=True)
     table.add_column("cell type", no_wrap=True)
-    table.add_column("genes that speak for it most")
+    table.add_column("genes with the largest weights")
     for index, cell_type in enumerate(types):
         values = torch.where(kept, weights[index], -torch.inf)
         top = values.topk(min(_SHOWN_GENES, int(kept.sum()))).indices.tolist()
@@ -113,7 +113,7 @@ def _gene_table(names: list[str], types: list[str], kept: Tensor, weights: Tenso
     return table
 
 
-_SHOWN = 20  # columns in the terminal and in the picture
+_SHOWN = 20  # columns shown in the terminal and in the figure
 _SHUFFLES = 10
 
 
@@ -136,7 +136,7 @@ def _write_columns(net: GatedMLP, data: Any, output: Path) -> None:
 
 
 def _places(data: Any) -> dict[str, list[int]]:
-    """Return the inputs of each column."""
+    """Return the input indices of each column."""
     named = enumerate(column for column, _ in data.current_preparation().inputs())
     return {
         column: [index for index, _ in inputs]
@@ -145,7 +145,7 @@ def _places(data: Any) -> dict[str, list[int]]:
 
 
 def kept_inputs(net: GatedMLP, x: Tensor) -> Tensor:
-    """Return which inputs have an effect on the output for any of the samples."""
+    """Return a mask of the inputs that affect the output for any sample."""
     x = x.clone().requires_grad_()
     outputs = net(x)
     weights = torch.linspace(1, 2, outputs.shape[-1])  # so that effects do not cancel out
@@ -156,7 +156,7 @@ def kept_inputs(net: GatedMLP, x: Tensor) -> Tensor:
 def shuffled_loss(
     net: GatedMLP, x: Tensor, target: Tensor, columns: Sequence[list[int]]
 ) -> tuple[str, list[float]]:
-    """Return what is lost of accuracy or R² if the inputs of a column are shuffled, for each."""
+    """Return the name of the metric, and its loss from shuffling each column."""
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(len(x), generator=generator) for _ in range(_SHUFFLES)]
     measure, (whole,) = scores([net], [(x, target)])
@@ -164,7 +164,7 @@ def shuffled_loss(
     for places in columns:
         runs = [partial(_shuffled, net, places, order) for order in orders]
         _, left = scores(runs, [(x, target)])
-        lost.append(sum(whole - score for score in left) / len(left))  # exactly 0 if nothing is
+        lost.append(sum(whole - score for score in left) / len(left))  # exactly 0 if all are equal
     return measure, lost
 
 
@@ -188,11 +188,11 @@ def _table(rows: Sequence[tuple[Any, ...]], measure: str) -> Table:
 
 
 def _draw(rows: Sequence[tuple[Any, ...]], measure: str, path: Path) -> str:
-    """Draw the worth of columns where matplotlib is installed; return what to say of it."""
+    """Plot the columns if matplotlib is installed; return text for the final message."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        return " (a picture needs matplotlib)"
+        return " (install matplotlib for a figure)"
     shown = rows[:_SHOWN][::-1]
     figure = Figure(figsize=(7, 0.28 * len(shown) + 0.9), layout="constrained")
     axes = figure.add_subplot()
@@ -200,7 +200,7 @@ def _draw(rows: Sequence[tuple[Any, ...]], measure: str, path: Path) -> str:
     labels = [row[0] if row[2] else f"{row[0]} (closed)" for row in shown]
     axes.barh(range(len(shown)), [100 * row[3] for row in shown], color=colors)
     axes.set_yticks(range(len(shown)), labels)
-    axes.set_xlabel(f"points of {measure} lost if the column is shuffled")
+    axes.set_xlabel(f"percentage points of {measure} lost if the column is shuffled")
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_write(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=150)

@@ -1,4 +1,4 @@
-"""What a command writes and prints: files of a run, and a summary."""
+"""Output of commands: files in the run folder, and a printed summary."""
 
 import json
 import math
@@ -27,28 +27,30 @@ from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.training.module import GatedModule
 from dg_lightning.versions import versions
 
-# Metrics to print if they were logged, with name and format.
+# Metrics in the summary of `fit`, if logged: name and format.
 _METRICS = {
     "train/loss": ("training loss", ".4f"),
     "val/loss": ("validation loss", ".4f"),
     "val/accuracy": ("validation accuracy", ".2%"),
     "val/macro_f1": ("validation macro-F1", ".2%"),
     "val/r2": ("validation R²", ".4f"),
-    "val/rmse": ("validation error (root mean square)", ".4g"),
-    "compute/macs": ("executed MACs a sample", ",.0f"),
-    "compute/macs_share": ("of the dense net's", ".2%"),
+    "val/rmse": ("validation RMSE", ".4g"),
+    "compute/macs": ("executed MACs per sample", ",.0f"),
+    "compute/macs_share": ("relative to dense", ".2%"),
     "gates/open_rate": ("open units", ".2%"),
 }
 _LAYER_PREFIX = "gates/open_rate/"
 
 
 def find_non_finite(trainer: Any) -> str | None:
-    """Return what is NaN or infinite after training, with advice; None if all is finite."""
+    """Describe weights or losses that are not finite after training, or return None."""
     advice = "lower the learning rate, or set trainer.gradient_clip_val"
     weights = trainer.lightning_module.named_parameters()
     non_finite = [name for name, weight in weights if not bool(weight.detach().isfinite().all())]
     if non_finite:
-        return f"{len(non_finite)} of its weights, {non_finite[0]} first, are not finite; {advice}"
+        return (
+            f"{len(non_finite)} of its weights, such as {non_finite[0]}, are not finite; {advice}"
+        )
     for key, value in trainer.callback_metrics.items():
         if key.rpartition("/")[2].endswith("loss") and not math.isfinite(float(value)):
             return f"{key} is {float(value)}; {advice}"
@@ -79,8 +81,8 @@ def print_summary(trainer: Any) -> None:
         table.add_row(f"{unwatched} of {len(gates)} gates", "not watched for collapse")
     console = Console()
     console.print(table)
-    # On its own line, for copying.
-    text = f"The run is in {run_folder(trainer)}; see it: dg-lightning report {run_folder(trainer)}"
+    # Not in the table, so that the command can be copied.
+    text = f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}"
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -106,7 +108,7 @@ class SaveWholeConfig(SaveConfigCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         _ensure_csv_logger(trainer)
-        # Without a logger all runs share a folder: a test must not overwrite the config of a fit.
+        # Without a logger all runs share a folder: `test` must not overwrite the config of `fit`.
         command: Any = trainer.state.fn
         is_own_folder = trainer.loggers or command == "fit"
         folder = run_folder(trainer)
@@ -130,7 +132,7 @@ def _ensure_csv_logger(trainer: Any) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes the outputs of `predict` to the run folder, in the order of the samples."""
+    """Writes the outputs of `predict` to the run folder, in sample order."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
@@ -163,11 +165,11 @@ class WritePredictions(BasePredictionWriter):
             head = [key, "prediction", *["probability"] * isinstance(pl_module, GatedClassifier)]
             table = [[*head, *known], *(merged[i] for i in sorted(merged))]
             write_csv(folder / "predictions.csv", table)
-        rank_zero_info(f"Predictions are in {folder}, predictions.csv.")
+        rank_zero_info(f"Predictions are in {folder}/predictions.csv.")
 
 
 def _gathered(trainer: pl.Trainer, own: dict[int, Any]) -> dict[int, Any]:
-    """Return what all ranks have, by the index of the sample."""
+    """Merge the values of all ranks, by sample index."""
     parts = [own] * trainer.world_size
     if trainer.world_size > 1:
         dist.all_gather_object(parts, own)
@@ -175,7 +177,7 @@ def _gathered(trainer: pl.Trainer, own: dict[int, Any]) -> dict[int, Any]:
 
 
 class WriteSamples(BasePredictionWriter):
-    """Prints the texts that `predict` has drawn, and writes them to the run folder."""
+    """Prints the texts that `predict` generated, and writes them to the run folder."""
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
@@ -206,7 +208,7 @@ class WriteSamples(BasePredictionWriter):
 
 
 class WriteTestTables(pl.Callback):
-    """Writes the compute ledger of a test, and the confusion matrix of classes, to the folder."""
+    """Writes the compute ledger and the confusion matrix of a test to the run folder."""
 
     def __init__(self) -> None:
         self._confusion: MulticlassConfusionMatrix | None = None

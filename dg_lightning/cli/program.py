@@ -1,4 +1,4 @@
-"""Commands of a single training run, based on LightningCLI."""
+"""Commands that work on one training run, based on LightningCLI."""
 
 import inspect
 import json
@@ -78,14 +78,15 @@ def expand_callback_options(args: list[str], parser: ArgumentParser) -> list[str
 
 
 def _find_callback(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the only callback of the class."""
+    """Return the only configured callback of a class."""
     names = [callback["class_path"].rpartition(".")[2] for callback in callbacks]
     if names.count(name) == 1:
         return callbacks[names.index(name)]
     present = ", ".join(names) or "none"
     if name in names:
         raise cli_error(
-            f"There are {names.count(name)} callbacks {name} ({present}): use a config."
+            f"The config has {names.count(name)} callbacks named {name} ({present}): set the "
+            "option in the config."
         )
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"add it with --trainer.callbacks+={name}."
@@ -114,7 +115,7 @@ def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
 
 # Imported so that class names work without a path: `--trainer.callbacks+=GatePenalty`.
 _SHORT_NAMED = (callbacks, datamodules)
-# Warnings of Lightning that do not apply to this program.
+# Lightning warnings that do not apply here.
 _NOISE = (
     ".*does not have many workers.*",  # the data is in memory
     ".*LeafSpec.*is deprecated.*",
@@ -124,7 +125,7 @@ _ADVERTISING = "Tip: For seamless cloud"
 
 
 def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
-    """Run a command of a single training run with additional callbacks, and return its CLI."""
+    """Run a command with additional callbacks, and return its CLI."""
     for noise in _NOISE:
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_advertising)
@@ -154,10 +155,10 @@ def _is_not_advertising(record: logging.LogRecord) -> bool:
 
 
 class GateCLI(LightningCLI):
-    """LightningCLI that finds configs and checkpoints, and sizes the net by the data.
+    """LightningCLI that finds configs and checkpoints and takes net sizes from the data.
 
     Args:
-        *classes: Classes of model and data.
+        *classes: Base classes of the model and the data.
         args: The command line.
         **options: Other arguments of `LightningCLI`.
     """
@@ -167,9 +168,9 @@ class GateCLI(LightningCLI):
         # Creating the parsers of all commands takes a quarter of the start-up time.
         wanted = {name: skip for name, skip in commands.items() if name in args[:1]} or commands
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
-        self._read: dict[str, dict[str, Any]] = {}  # the checkpoint, by its path
-        self._saved_hparams: dict[str, Any] | None = None  # of our own checkpoint
-        self._preparation: dict[str, Any] | None = None  # of its training data
+        self._read: dict[str, dict[str, Any]] = {}  # the checkpoint by path
+        self._saved_hparams: dict[str, Any] | None = None  # from our checkpoint
+        self._preparation: dict[str, Any] | None = None  # how its data was prepared
         super().__init__(*classes, args=args, **options)  # type: ignore[misc]
 
     @staticmethod
@@ -254,14 +255,14 @@ class GateCLI(LightningCLI):
                 arguments[name] = value
 
     def _use_data_of_run(self, path: str, given: dict[str, Any]) -> None:
-        """Use the data that a checkpoint was trained on, unless the command line says otherwise."""
+        """Use the training data of a checkpoint, unless `--data` names another class."""
         found, configured = data_of_run(path), given.get("data")
         if found is None or configured is None:
             return
         data, config = found
         names_class = any(re.match(r"--data(=|$|\.class_path)", word) for word in self._args)
         if names_class and data["class_path"] != configured["class_path"]:
-            rank_zero_info(f"The data is not that of the run, which was {data['class_path']}.")
+            rank_zero_info(f"The run was trained on other data, {data['class_path']}.")
             return
         check_trusted(data, config, also=modules_named(given))
         before = self._settings
@@ -272,7 +273,7 @@ class GateCLI(LightningCLI):
             settings[key] = before.get(key)
         if differences := _differences(configured, self._plain_settings()["data"], "data"):
             rank_zero_info(
-                f"The data is that of the run ({config}), which differs from the config in "
+                f"Using the data settings of the run ({config}), which differ from the config in "
                 f"{', '.join(differences)}."
             )
 
@@ -280,12 +281,12 @@ class GateCLI(LightningCLI):
         """Use the model of a checkpoint, and report differences from the config."""
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
-            raise cli_error(f"{path!r} is no checkpoint of this program: give another one.")
+            raise cli_error(f"{path!r} is not a checkpoint of dg-lightning: give another one.")
         import_class(class_path, GatedModule)
         self._saved_hparams = saved
         if differences := _differences(configured, saved):
             rank_zero_info(
-                "The checkpoint brings its own model, which differs from the config in "
+                "Using the model saved in the checkpoint, which differs from the config in "
                 f"{', '.join(differences)}."
             )
 
@@ -298,7 +299,7 @@ class GateCLI(LightningCLI):
             )
 
     def _fill_sizes_from_data(self) -> None:
-        """Fill in sizes that the model leaves open from the data, so that they are saved too."""
+        """Fill in missing model sizes from the data, so that they are saved."""
         settings = self._settings
         wanted = settings.get("model.init_args") or Namespace()
         sizes = [k for k in ("num_classes", "input_shape") if k in wanted and wanted[k] is None]
@@ -327,13 +328,13 @@ class GateCLI(LightningCLI):
         super().instantiate_classes()
         use_preparation = getattr(self.datamodule, "use_preparation", None)
         path = self._settings.get("ckpt_path")
-        # In a fit, Lightning restores it with the state of the data.
+        # In `fit`, Lightning restores the preparation with the state of the data.
         if use_preparation is None or path is None or self.config.subcommand == "fit":
             return
         if self._preparation is None:
             rank_zero_warn(
-                f"{path} does not record how its data was prepared, as checkpoints of earlier "
-                "versions do not: make sure that this data is prepared in the same way."
+                f"{path} is from an earlier version and does not record how its data was prepared: "
+                "make sure that the data is prepared in the same way now."
             )
         else:
             use_preparation(self._preparation)
@@ -359,7 +360,7 @@ class GateCLI(LightningCLI):
         if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             print_summary(self.trainer)
         if reason := find_non_finite(self.trainer):
-            raise cli_error(f"The training has failed: {reason}.", status=1)
+            raise cli_error(f"Training failed: {reason}.", status=1)
 
 
 def _is_gated_module(settings: Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""Runs and their checkpoints: where they are, and the net and data in them."""
+"""Find runs and checkpoints, and load their nets and data."""
 
 import atexit
 import json
@@ -28,15 +28,15 @@ from dg_lightning.training.checkpoint import opened, preparation_in, read_checkp
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_size, check_trusted, import_class
 
-_LOCK_SECONDS = 30.0  # to wait for another process that claims a folder
-RUN_FILE = "run.json"  # the configs of a run
+_LOCK_SECONDS = 30.0  # maximum wait for another process that claims a folder
+RUN_FILE = "run.json"  # records the configs of a run
 _CSV = "lightning.pytorch.loggers.CSVLogger"
 
 
 def with_csv_logger_first(trainer: Mapping[str, Any]) -> list[Any] | None:
-    """Return the loggers with a CSV logger first, which defines the run folder; None if it is.
+    """Return the loggers with a CSV logger first, or None if nothing changes.
 
-    Other loggers have their own rules for the folder of a run.
+    The first logger defines the run folder, and other loggers have their own rules for it.
     """
     loggers = _loggers(trainer)
     if loggers is None or _is_csv(loggers[0]):
@@ -49,7 +49,7 @@ def with_csv_logger_first(trainer: Mapping[str, Any]) -> list[Any] | None:
 
 
 def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
-    """Return the loggers with an unused version; None if theirs is unused.
+    """Return the loggers with an unused version, or None if nothing changes.
 
     A second run with the same version would overwrite the tables of the first.
     """
@@ -62,7 +62,7 @@ def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
     if not (folder / name / RUN_FILE).exists():
         return None
     free = next(f"{name}_{k}" for k in count(1) if not (folder / f"{name}_{k}").exists())
-    rank_zero_info(f"{folder / name} holds a run already: this one is in {folder / free}.")
+    rank_zero_info(f"{folder / name} already holds a run: using {folder / free}.")
     first = {**loggers[0], "init_args": {**options, "version": free}}
     return [first, *loggers[1:]]
 
@@ -70,8 +70,8 @@ def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
 def claim_run_folder(trainer: Any) -> None:
     """Create the run folder immediately, so that concurrent runs get different numbers.
 
-    Loggers number runs by existing folders, but create their own folder later. A command that
-    fails before it has written anything leaves none.
+    Loggers number runs by existing folders, but create their own folder later. If a command fails
+    before it writes anything, its folder is removed.
     """
     if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return
@@ -117,7 +117,7 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
 
 
 def config_of(checkpoint: str | Path) -> Path | None:
-    """Return the config.yaml of a checkpoint's run; None if there is none."""
+    """Return the path of the config.yaml of a checkpoint's run, or None."""
     if "://" in str(checkpoint):
         return None
     places = [folder / "config.yaml" for folder in list(Path(checkpoint).resolve().parents)[:2]]
@@ -125,7 +125,7 @@ def config_of(checkpoint: str | Path) -> Path | None:
 
 
 def read_config(config: Path) -> Any:
-    """Return the content of a config.yaml, of plain values; nothing in it is trusted yet."""
+    """Return the plain values in a config.yaml, which are not trusted yet."""
     try:
         return yaml.safe_load(config.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -134,15 +134,15 @@ def read_config(config: Path) -> Any:
 
 
 def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
-    """Return the data of a checkpoint's run as plain values, and the file that has it.
+    """Return the data settings of a checkpoint's run and their file, or None.
 
-    None if there is no such file. Nothing in it is trusted yet.
+    The settings are plain values, which are not trusted yet.
     """
     if (config := config_of(checkpoint)) is None:
         return None
     whole = read_config(config)
     data: Any = whole.get("data") if isinstance(whole, dict) else None
-    check_size(data, config)  # `json` would not end
+    check_size(data, config)  # otherwise `json` might not finish
     try:
         json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:
@@ -151,37 +151,39 @@ def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
 
 
 def with_config(args: Sequence[str], values: Mapping[str, Any], checkpoint: str) -> list[str]:
-    """Return the command line with further settings, right after the configs of a run.
+    """Insert settings into a command line, right after the configs of a run.
 
-    What is named later, such as another config or an option, comes first.
+    Later configs and options take precedence over them.
     """
-    given: dict[str, int] = {}  # the place behind each config
+    given: dict[str, int] = {}  # index after each config
     for index, argument in enumerate(args):
         option, equals, value = argument.partition("=")
         after = index + (1 if equals else 2)
         if option in ("--config", "-c") and after <= len(args):
             given[config_name(value if equals else args[index + 1])] = after
     recorded = _recorded_configs(Path(checkpoint))
-    if recorded is None or not given.keys() >= set(recorded):  # a run that was moved, or copied
+    if recorded is None or not given.keys() >= set(recorded):  # the run was moved or copied
         recorded = list(given)
     place = max((given[name] for name in recorded), default=1)
     return [*args[:place], f"--config={json.dumps(values)}", *args[place:]]
 
 
 def add_run_options(parser: ArgumentParser) -> None:
-    """Add the options that select a run, alike for all commands."""
-    parser.add_argument("run", type=str, nargs="?", help="Folder of a run, or a checkpoint.")
+    """Add the options that select a run."""
+    parser.add_argument(
+        "run", type=str, nargs="?", help="Folder of a run, or path of a checkpoint."
+    )
     parser.add_argument(
         "--config",
         type=str,
         action="append",
-        help="A config, by name or path, whose newest run is used.",
+        help="Config (name or path) whose newest run is used.",
     )
-    parser.add_argument("--ckpt_path", type=str, help="A checkpoint: its path, or its URL.")
+    parser.add_argument("--ckpt_path", type=str, help="Path or URL of a checkpoint.")
 
 
 def selected_checkpoint(given: Any) -> str:
-    """Return the path of the selected checkpoint; one behind a URL is downloaded once."""
+    """Return the path of the selected checkpoint, downloaded if it is a URL."""
     chosen = [given.run, given.config, given.ckpt_path]
     if sum(value is not None for value in chosen) != 1:
         raise cli_error(
@@ -196,7 +198,7 @@ def selected_checkpoint(given: Any) -> str:
 
 
 def checkpoint_in(run: str) -> str:
-    """Return the newest checkpoint of a run folder; or the checkpoint itself, if it is one."""
+    """Return the newest checkpoint in a run folder, or the given checkpoint file."""
     if Path(run).is_file():
         return run
     found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
@@ -206,7 +208,7 @@ def checkpoint_in(run: str) -> str:
 
 
 def expand_run(args: Sequence[str]) -> list[str]:
-    """Replace the run after a command such as `test` with its config and its checkpoint."""
+    """Replace the run after `validate`, `test` or `predict` with its config and checkpoint."""
     command, *rest = args
     if command not in ("validate", "test", "predict") or not rest or rest[0].startswith("-"):
         return list(args)
@@ -224,7 +226,7 @@ def expand_run(args: Sequence[str]) -> list[str]:
 def _downloaded(url: str) -> str:
     folder = tempfile.mkdtemp(prefix="dg-lightning-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    local = Path(folder, "checkpoints", "downloaded.ckpt")  # as in a run, whose folder is private
+    local = Path(folder, "checkpoints", "downloaded.ckpt")  # laid out as in a run
     local.parent.mkdir()
     with opened(url) as source, local.open("wb") as file:
         shutil.copyfileobj(source, file)
@@ -290,19 +292,21 @@ BATCH_SIZES = [1, 32, 1024]
 
 
 def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
-    """Return the batch sizes, or refuse invalid ones."""
+    """Return the batch sizes after validating them."""
     if not batch_sizes or min(batch_sizes) < 1:
-        raise cli_error(f"`batch_sizes` must be numbers of at least 1, got {batch_sizes}.")
+        raise cli_error(
+            f"`batch_sizes` must be one or more sizes of at least 1, got {batch_sizes}."
+        )
     return batch_sizes
 
 
 def load_model(path: str) -> GatedModule:
-    """Return the LightningModule of a checkpoint, from one reading of the file."""
+    """Return the LightningModule of a checkpoint; the file is opened only once."""
     with opened(path) as file:
         saved = read_checkpoint(file, name=path).get("hyper_parameters", {})
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str):
-            raise cli_error(f"{path!r} is no checkpoint of this program: give another one.")
+            raise cli_error(f"{path!r} is not a checkpoint of dg-lightning: give another one.")
         return import_class(class_path, GatedModule).load_from_checkpoint(file, "cpu")
 
 
@@ -312,10 +316,10 @@ def load_net(path: str) -> GatedMLP:
     net = model.net
     if not isinstance(net, GatedMLP):
         raise cli_error(
-            f"{path!r} holds a {type(net).__name__}: only a GatedMLP can be made compact so far."
+            f"Only a GatedMLP is supported so far, but {path!r} holds a {type(net).__name__}."
         )
     net.eval().requires_grad_(False)
-    if isinstance(model, GatedRegressor):  # its outputs in units of the target
+    if isinstance(model, GatedRegressor):  # rescale the outputs to the units of the target
         net.output.weight.mul_(model.target_std)
         net.output.bias.mul_(model.target_std).add_(model.target_mean)
     return net
@@ -332,16 +336,16 @@ def input_shape(path: str) -> list[int]:
 def load_data(
     path: str, root: str | None, *, needed_by: str | None = None
 ) -> pl.LightningDataModule | None:
-    """Return the data of a checkpoint's run, from the config in the run folder.
+    """Load the data of a checkpoint's run from the config in the run folder.
 
-    Returns None if there is none, or refuses if an option needs it.
+    Returns None if the data is not available, unless an option (`needed_by`) requires it.
     """
     found = data_of_run(path)
     if found is None:
         if needed_by is not None:
             raise cli_error(
-                f"`{needed_by}` needs the run's data, and there is no config.yaml with it near "
-                f"{path!r}: name the checkpoint in the run's own folder."
+                f"`{needed_by}` needs the run's data, but no config.yaml near {path!r} describes "
+                "it: give a checkpoint inside its run folder."
             )
         return None
     spec, config = found
@@ -360,7 +364,7 @@ def load_data(
         reason = one_line(str(error))
         if needed_by is not None:
             raise cli_error(
-                f"The run's data cannot be read ({reason}): give --data_root, where it is now."
+                f"The run's data cannot be read ({reason}): give its location with --data_root."
             ) from error
         print(f"The run's data cannot be read ({reason}).")
         return None
@@ -368,7 +372,7 @@ def load_data(
 
 
 def _move(arguments: dict[str, Any], root: str) -> None:
-    """Name the place where data is now: the data itself, or a folder that holds it."""
+    """Point data arguments to `root`: the data itself, or a folder that holds it."""
     if not Path(root).is_file():
         arguments["root"] = root
     for key in ("path", "folder"):
@@ -378,7 +382,7 @@ def _move(arguments: dict[str, Any], root: str) -> None:
 
 
 def has_part(data: pl.LightningDataModule, part: str) -> bool:
-    """Return True if there are samples in the validation or test part."""
+    """Return True if the validation or test split has samples."""
     try:
         return next(batches(data, part), None) is not None
     except MisconfigurationException:  # no such dataloader
@@ -386,17 +390,17 @@ def has_part(data: pl.LightningDataModule, part: str) -> bool:
 
 
 def load_inputs(path: str, count: int, root: str | None = None) -> Tensor:
-    """Return validation inputs of a checkpoint's run, or random ones if not available."""
+    """Return validation inputs of a checkpoint's run, or random ones if there are none."""
     data = load_data(path, root)
     if data is None:
-        print("Inputs are drawn at random.")
+        print("Using random inputs.")
         return torch.randn(count, load_net(path).in_features)
     found = torch.cat([x for x, _ in batches(data, "validate")]).flatten(1)
     return found.repeat(-(-count // len(found)), 1)[:count]
 
 
 def batches(data: pl.LightningDataModule, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs and labels of the validation or test part."""
+    """Yield the inputs and labels of the validation or test split."""
     loader = data.val_dataloader() if part == "validate" else data.test_dataloader()
     for x, target, *_ in loader:
         yield x, target

@@ -1,4 +1,4 @@
-"""The entry point: answers requests that need no torch, and delegates all others."""
+"""Entry point: answers requests that need no torch, and delegates the others."""
 
 import os
 import sys
@@ -12,18 +12,18 @@ from dg_lightning.configs import config_path, config_summary, option_values, shi
 
 COMMANDS = {
     "fit": "Train a model.",
-    "validate": "Evaluate a checkpoint on the validation part.",
-    "test": "Evaluate a checkpoint on the test part.",
+    "validate": "Evaluate a checkpoint on the validation split.",
+    "test": "Evaluate a checkpoint on the test split.",
     "predict": "Write the predictions of a checkpoint to predictions.csv.",
-    "plan": "Draw the schedules of a config without training.",
-    "check": "Make a few steps of a config, and say what will not work; nothing is saved.",
+    "plan": "Plot the schedules of a config without training.",
+    "check": "Run a few steps of a config and report problems; nothing is saved.",
     "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
-    "search": "Search settings that are accurate and cheap, by validation alone.",
+    "search": "Search for accurate and cheap settings, using validation data only.",
     "report": "Write the HTML report of a run or of a study.",
-    "features": "Write the columns of a table that a net has kept, and what each is worth.",
+    "features": "Write the columns or genes that a trained net uses, and their importance.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
-    "convert": "Make a trained dense Transformer decide token by token what to run.",
-    "configs": "List the configs that ship.",
+    "convert": "Add gates to a trained dense Transformer that choose what to run for each token.",
+    "configs": "List the shipped configs.",
 }
 _OF_A_RUN = ("validate", "test", "predict", "report", "features", "export", "convert")
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -68,7 +68,7 @@ def _answer_without_torch(given: list[str]) -> bool:
         return True
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
         raise cli_error(f"There is no command {command!r}; {hint}")
     if "-h" in rest or "--help" in rest:
         return False
@@ -97,32 +97,30 @@ def _usage() -> str:
 
 
 def _list_configs(rest: list[str]) -> None:
-    """Print the shipped configs, or those whose name begins with the given prefix."""
+    """Print the shipped configs whose names begin with the given prefix, by default all."""
     if len(rest) > 1:
-        raise cli_error(f"`configs` takes one name at most, got {' '.join(rest)}.")
+        raise cli_error(f"`configs` takes at most one name, got {' '.join(rest)}.")
     shipped = shipped_configs()
     found = [name for name in shipped if not rest or name.startswith(rest[0])]
     if not found:
         groups = dict.fromkeys(name.partition("/")[0] for name in shipped)
-        raise cli_error(f"No config begins with {rest[0]!r}; there are {', '.join(groups)}.")
+        raise cli_error(f"No config begins with {rest[0]!r}; the groups are {', '.join(groups)}.")
     width = max(map(len, found))
     for name in found:
         print(f"{name:<{width}}  {config_summary(name)}")
 
 
 def _check_files(command: str, rest: list[str]) -> None:
-    """Refuse missing files before torch is imported."""
+    """Check that given files exist, before torch is imported."""
     for name in option_values(rest, "--config", "-c"):
         config_path(name)
     for path in option_values(rest, "--ckpt_path"):
         if path not in ("last", "null") and "://" not in path and not Path(path).exists():
-            raise cli_error(
-                f"There is no checkpoint {path!r}: give the path of one with --ckpt_path."
-            )
+            raise cli_error(f"There is no checkpoint {path!r}: give its path with --ckpt_path.")
     for path in option_values(rest, "--data.path", "--data.init_args.path"):
         roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
         if path != "null" and not any((root / path).exists() for root in roots):
-            raise cli_error(f"There is no file or folder {path!r}: give another with --data.path.")
+            raise cli_error(f"There is no file or folder {path!r}: give the path with --data.path.")
     runs = [word for word in rest[:1] if not word.startswith("-")]
     if command in _OF_A_RUN and runs and not Path(runs[0]).exists():
         raise cli_error(f"There is no run {runs[0]!r}: give its folder, or a checkpoint.")

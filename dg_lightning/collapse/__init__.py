@@ -1,4 +1,4 @@
-"""Gate collapse: statistics over a training run, diagnosis, rescue."""
+"""Gate collapse: statistics over a training run, diagnosis and rescue."""
 
 from .diagnosis import MODES, GateState, Limits, Mode, Rescue, Verdict, diagnose
 from .statistics import GateStatistics, open_shares, unit_rates

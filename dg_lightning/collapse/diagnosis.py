@@ -1,4 +1,4 @@
-"""Diagnosis of gates that fail, and the remedies."""
+"""Diagnose failing gates and apply remedies."""
 
 import math
 from collections.abc import Sequence
@@ -27,27 +27,27 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class GateState:
-    """State of one gate at one check, in plain numbers.
+    """State of one gate at one check, as plain numbers.
 
     Args:
         step: Optimizer step.
         p: Mean probability.
-        g: Fraction of gates that would be open in deployment.
-        floor: Minimum fraction of open gates.
+        g: Fraction of units that would be open in deployment.
+        floor: Minimum fraction of open units.
         threshold: θ.
         temperature: τ.
         initial_p: Initial p of the gate.
-        unit_spread: Standard deviation of p between units.
-        sample_spread: Standard deviation of p between samples, mean over units.
+        unit_spread: Standard deviation of p across units.
+        sample_spread: Standard deviation of p across samples, averaged over units.
         dead: Fraction of units that no sample opened within the window.
         always_on: Fraction of units that every sample opened within the window.
-        flips: Fraction of units that changed from one optimizer step to the next.
+        flips: Fraction of units that changed between two consecutive optimizer steps.
         input_dependent: Whether the gate reads its input.
-        begun: Whether anything has begun to close gates.
+        begun: Whether a penalty may have begun to close gates.
         penalty_share: Fraction of training during which a penalty has acted on the gate.
-        fixed: Whether the number of open gates is fixed, as with top-k.
+        fixed: Whether the number of open units is fixed, as with top-k.
         controlled: Whether a BudgetController sets the open rate.
-        keep: The keep target, if there is one.
+        keep: The keep target, or None.
         factor: Phase factor of the penalty.
     """
 
@@ -77,31 +77,32 @@ class GateState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GateState":
-        """Inverse of `as_dict`; accepts the names of version 0.2."""
+        """Create a state from `as_dict` values. Names of version 0.2 are accepted."""
         renamed = {"pressed": "penalty_share"}
         return cls(**{renamed.get(name, name): value for name, value in values.items()})
 
 
-_VANISHED = 1e-3  # of the initial p: a gate does not come back from there
+_VANISHED = 1e-3  # share of the initial p below which a gate does not recover
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of healthy gates.
+    """Limits within which gates count as healthy.
 
     Args:
         closed: A gate with g at or below this (or the floor) is closed.
         low_p: A closed gate with p below this fraction of its initial p was closed by the penalty,
             otherwise by the threshold.
         open: A gate with g at or above this is all open.
-        shock: Fraction of g lost at once in a phase shock.
-        spread: Values of p that differ by less, between units or samples, count as identical.
-        moved: Minimum change of p from its initial value for identical values to count.
+        shock: Fraction of g lost between two checks in a phase shock.
+        spread: Standard deviation of p below which its values count as identical across units.
+            Across samples, the limit is ten times as high.
+        moved: Minimum change of p from its initial value before identical values are reported.
         units: Maximum fraction of dead or always-on units.
-        flips: Maximum fraction of static gates that change per step; three times that for a
-            GateNet, which sees new samples in every batch.
-        min_penalty_share: Fraction of training with a penalty before failures to learn are
-            reported.
+        flips: Maximum fraction of static gates that change per step. The limit of a GateNet is
+            three times as high, because every batch has new samples.
+        min_penalty_share: Minimum fraction of training with a penalty before failures to learn
+            are reported.
         patience: Number of consecutive checks that must agree.
     """
 
@@ -146,7 +147,7 @@ class Verdict:
 
 
 def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
-    """Return the failure shown by the latest states of a gate; None if it is healthy."""
+    """Return the failure mode of a gate from its latest states, or None if it is healthy."""
     recent = history[-limits.patience :]
     now = recent[-1]
     if len(recent) < limits.patience or not all(state.begun for state in recent):
@@ -158,17 +159,17 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
     if identical and is_reportable and abs(now.p - now.initial_p) > limits.moved:
         return Verdict(
             "identical_gates",
-            f"all units have p = {now.p:.3f}, and had {now.initial_p:.3f} at the start",
-            "the loss does not reach the gates, only the penalty does (a straight-through "
-            "estimator that is detached, or gates after the last layer that is trained)",
-            "let the gate's output multiply the units, with its gradient",
+            f"all units have p = {now.p:.3f}, initially {now.initial_p:.3f}",
+            "the loss does not reach the gates, only the penalty does (a detached straight-through "
+            "estimator, or gates after the last trained layer)",
+            "multiply the units by the gate without detaching it",
         )
     max_flips = 3 * limits.flips if now.input_dependent else limits.flips
     if all(state.flips > max_flips for state in recent):
         return Verdict(
             "flapping",
             f"{now.flips:.0%} of the gates change in a single step",
-            "gate learning rate too high, or p parked on θ",
+            "the gates' learning rate is too high, or p stays close to θ",
             "lower the gates' learning rate, raise τ, or move the keep target away from θ",
         )
     if all(state.g >= limits.open for state in recent):
@@ -178,7 +179,7 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
 
 
 def _is_closed(state: GateState, limits: Limits) -> bool:
-    # A high floor is deliberate: resting on it is not a collapse, unless p has vanished.
+    # A high floor is deliberate: a gate at its floor has collapsed only if p has vanished.
     rests = state.floor <= 0.1 or state.p < _VANISHED * state.initial_p
     floor = state.floor if rests else 0.0
     return state.g <= max(limits.closed, floor) + 1e-6 and not state.fixed
@@ -191,7 +192,7 @@ def _diagnose_closed(now: GateState, limits: Limits) -> Verdict:
             "closed_by_threshold",
             evidence,
             "θ is too high for these p, or rose too fast",
-            "lower θ, raise it later, or press the mean p away from it",
+            "lower θ, raise it later, or move the mean p away from it",
         )
     cold = now.temperature < 0.5
     return Verdict(
@@ -205,7 +206,7 @@ def _diagnose_closed(now: GateState, limits: Limits) -> Verdict:
 
 
 def _detect_phase_shock(history: Sequence[GateState], limits: Limits) -> Verdict | None:
-    """Detect a collapse that coincides with a jump in a phase's settings."""
+    """Detect a collapse that coincides with a jump between the settings of two phases."""
     last_open = next((s for s in reversed(history) if not _is_closed(s, limits)), None)
     if last_open is None:
         return None
@@ -226,16 +227,16 @@ def _detect_phase_shock(history: Sequence[GateState], limits: Limits) -> Verdict
         "phase_shock",
         f"open gates fell from {last_open.g:.1%} to {after.g:.1%} between step {last_open.step} "
         f"and {after.step}, as the phases moved {' and '.join(jumps)}",
-        "the phases are joined with a jump",
-        "join them smoothly (`join`), and stop at a keep of about 0.30 before the last one",
+        "settings jump between phases",
+        "join phases smoothly (`join`), and use a keep of about 0.30 before the last one",
     )
 
 
 def _all_open(now: GateState) -> Verdict:
     return Verdict(
         "all_open",
-        f"{now.g:.1%} of the gates are open, {now.penalty_share:.0%} of training with a penalty",
-        "the penalty's weight is too small, or the gates' learning rate",
+        f"{now.g:.1%} of the gates are open, penalised for {now.penalty_share:.0%} of training",
+        "the penalty's weight or the gates' learning rate is too small",
         "raise the weight (BudgetController finds one), or the gates' learning rate",
     )
 
@@ -246,47 +247,47 @@ def _diagnose_gate_net(recent: Sequence[GateState], limits: Limits) -> Verdict |
         return Verdict(
             "input_independent",
             f"p differs by {now.sample_spread:.1e} between samples at {now.g:.1%} open gates",
-            "the GateNet does not read its input: dead, cut off, or pressed too early",
+            "the GateNet ignores its input: dead, disconnected, or penalised too early",
             "begin the penalty later, raise the gates' learning rate, or use a static gate, which "
             "costs nothing",
         )
     if all(state.dead > limits.units for state in recent):
         return Verdict(
             "dead_units",
-            f"{now.dead:.0%} of the units were opened by no sample",
+            f"no sample opened {now.dead:.0%} of the units",
             "the GateNet has closed them, and their gradients do not reopen them",
             "revive them (MinimumActivity), lower the weight, or make the layer narrower",
         )
     if all(state.always_on > limits.units for state in recent) and not now.controlled:
         return Verdict(
             "always_on_units",
-            f"{now.always_on:.0%} of the units were opened by every sample",
+            f"every sample opened {now.always_on:.0%} of the units",
             "the penalty is too weak for the GateNet to earn its own cost",
             "raise the weight, or use a static gate",
         )
     return None
 
 
-_HEALTHY_CHECKS = 10  # consecutive, before a rescue is eased
-_MARGIN = 0.1  # between p and θ after a rescue
+_HEALTHY_CHECKS = 10  # consecutive checks before a rescue is relaxed
+_MARGIN = 0.1  # distance between p and θ after a rescue
 _HIGHEST = 0.85  # maximum θ of a rescued gate
 _SINKING = 0.1  # open rate below which a rescued gate is about to collapse again
-_RECOVERED = 0.25  # open rate above which a rescue is eased
+_RECOVERED = 0.25  # open rate above which a rescue is relaxed
 
 
 @dataclass
 class Rescue:
     """The rescue of one gate.
 
-    It is eased after every ten healthy checks, but no longer once the gate has collapsed again.
+    It is relaxed after every ten healthy checks, until the gate relapses.
 
     Args:
         weight_factor: Multiplier of the weight of penalties on the gate.
         threshold_offset: Offset added to θ.
         temperature_offset: Offset added to τ.
-        healthy: Healthy checks since the last change.
-        relapses: Number of collapses after easing.
-        eased: Whether the rescue has been eased since the last collapse.
+        healthy: Number of healthy checks since the last change.
+        relapses: Number of collapses after relaxing.
+        eased: Whether the rescue has been relaxed since the last collapse.
     """
 
     weight_factor: float = 1.0
@@ -302,7 +303,7 @@ class Rescue:
 
     @property
     def active(self) -> bool:
-        """True if any rescue is active."""
+        """Whether the rescue currently changes any setting."""
         return self.weight_factor != 1 or bool(self.threshold_offset or self.temperature_offset)
 
     def apply(
@@ -313,7 +314,7 @@ class Rescue:
         verdict: Verdict | None,
         dead: Tensor,
     ) -> str | None:
-        """Apply the remedy for a verdict or ease the rescue; return what was done, if anything."""
+        """Apply the remedy for a verdict, or relax the rescue. Return a description, if any."""
         sinking = verdict is None and self.weight_factor < 1 and now.g < _SINKING
         if verdict is None and not sinking:
             return self.relax(trainer, gate, now)
@@ -326,7 +327,7 @@ class Rescue:
         if action is None:
             return None
         self._apply_settings(trainer, gate, now)
-        return f"{'sinking again' if sinking else mode}, answered by {action}"
+        return f"{'sinking again' if sinking else mode}, remedied by {action}"
 
     def _apply_remedy(self, gate: GateLike, now: GateState, mode: Mode, dead: Tensor) -> str | None:
         if mode in ("closed_by_threshold", "phase_shock") and now.p > 2 * _MARGIN:
@@ -335,7 +336,7 @@ class Rescue:
             self.weight_factor /= 2
             return f"lowering θ to {lowered:.3g} and halving λ"
         if mode in ("closed_by_threshold", "closed_by_penalty", "phase_shock"):
-            threshold = min(now.threshold, _HIGHEST)  # a higher θ leaves no room for p
+            threshold = min(now.threshold, _HIGHEST)  # leave room for p above θ
             self.threshold_offset += threshold - now.threshold
             target = threshold + _MARGIN
             warm = max(now.temperature, 1.0) if now.temperature < 0.5 else now.temperature
@@ -372,10 +373,10 @@ class Rescue:
         if abs(self.weight_factor - 1) < 0.05 and offsets < 0.02:
             self.weight_factor, self.threshold_offset, self.temperature_offset = 1.0, 0.0, 0.0
         self._apply_settings(trainer, gate, now)
-        return "healthy again, some of the rescue taken back"
+        return "healthy again, rescue relaxed"
 
     def restore(self, trainer: Any, gate: GateLike) -> None:
-        """Restore the rescue in the shared state, after loading a checkpoint."""
+        """Write the rescue to the shared state, after loading a checkpoint."""
         shared = shared_state(trainer, gate)
         shared.rescue_factor = self.weight_factor
         shared.threshold_offset = self.threshold_offset
@@ -383,7 +384,7 @@ class Rescue:
 
     def _apply_settings(self, trainer: Any, gate: GateLike, now: GateState) -> None:
         shared = shared_state(trainer, gate)
-        # Without a schedule, the base values are the gate's own.
+        # Without a schedule, the base values are those of the gate.
         if shared.threshold is None:
             shared.threshold = now.threshold - shared.threshold_offset
         if shared.temperature is None:

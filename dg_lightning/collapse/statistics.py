@@ -1,4 +1,4 @@
-"""Gate statistics over a training run: rates on the device, read by the host once per check."""
+"""Gate statistics over a training run, computed on the device and read once per check."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +12,7 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate
 
 
 class GateFigures(NamedTuple):
-    """Statistics of one gate at one check. See `GateState` for their meaning."""
+    """Statistics of one gate at one check, see `GateState`."""
 
     p: float
     g: float
@@ -27,17 +27,18 @@ class GateFigures(NamedTuple):
 
 @torch.no_grad()
 def open_shares(gates: Sequence[GateLike]) -> Tensor:
-    """Return the fraction of samples that open each block, for all gates in one vector."""
+    """Return the share of samples that open each block, as one vector for all gates."""
     opened = [deployed_gate(gate).float() for gate in gates]
     return torch.cat([g.reshape(-1, g.shape[-1]).mean(0) if g.ndim > 1 else g for g in opened])
 
 
 @torch.no_grad()
 def unit_rates(gates: Sequence[GateLike]) -> Tensor:
-    """Return the rates of all gates in the last forward pass as one vector, for ranks to average.
+    """Return the rates of all gates in the last forward pass as one vector.
 
-    It holds the fraction of samples that open each block, the mean p of each block, and for each
-    gate the spread of p over samples, its threshold and its temperature.
+    It holds the share of samples that open each block, the mean p of each block, and for each gate
+    the spread of p across samples, the threshold and the temperature. A single vector can be
+    averaged over ranks in one operation.
     """
     opened, means, settings = open_shares(gates), [], []
     for gate in gates:
@@ -54,7 +55,7 @@ def unit_rates(gates: Sequence[GateLike]) -> Tensor:
 
 
 class GateStatistics:
-    """Statistics of gates over several checks: dead units, always-on units, flips.
+    """Statistics of gates over several checks: dead units, always-on units and flips.
 
     Args:
         gates: The gates.
@@ -65,21 +66,21 @@ class GateStatistics:
         self.sizes = [gate.units // gate.block_size for gate in gates]
         self.window = window
         self.checks = 0
-        self.previous: Tensor | None = None  # (blocks of all gates,), one step before a check
+        self.previous: Tensor | None = None  # ``(blocks of all gates,)``, one step before a check
         # Largest and smallest open share in the previous and the current window.
         self.extremes: list[Any] = []
         self.dead = np.zeros(sum(self.sizes), bool)
         self._device = torch.device("cpu")
 
     def record_previous(self, rates: Tensor) -> None:
-        """Record the `open_shares` of the step before a check, for counting flips."""
+        """Record the `open_shares` of the step before a check, to count flips."""
         self.previous = rates
 
     @torch.no_grad()
     def check(self, rates: Tensor) -> list[GateFigures]:
         """Add a vector of `unit_rates` and return the statistics of every gate.
 
-        Computed in numpy, which is much faster than torch for many operations on few numbers.
+        numpy is much faster than torch for many operations on few numbers.
         """
         blocks, self._device = sum(self.sizes), rates.device
         opened, p, settings = np.split(rates.cpu().numpy(), [blocks, 2 * blocks])
@@ -107,7 +108,7 @@ class GateStatistics:
 
     @property
     def filled(self) -> bool:
-        """True once a whole window of checks has been recorded."""
+        """Whether a whole window of checks has been recorded."""
         return self.checks >= self.window
 
     def _update_extremes(self, opened: Any) -> tuple[Any, Any]:
@@ -123,7 +124,7 @@ class GateStatistics:
         return windows[:, 0].max(0), windows[:, 1].min(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume."""
+        """Return the state that a resumed run needs."""
         return {
             "checks": self.checks,
             "previous": None if self.previous is None else self.previous.clone(),

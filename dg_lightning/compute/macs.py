@@ -1,4 +1,4 @@
-"""Linear maps, and how many multiply-accumulates they need: dense, expected and executed."""
+"""Linear layers and their multiply-accumulates: dense, expected and executed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,20 @@ from dg_lightning.gates.protocol import (
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_POSITIONS = "dg_positions"  # the attribute of a module
+_POSITIONS = "dg_positions"  # attribute set on modules
 
 
 def is_linear_map(module: nn.Module) -> bool:
     """Return True for a module that multiplies by its weight and does nothing else.
 
-    A subclass with a `forward` of its own may do anything, and so may a convolution that is none of
-    torch's. Convolutions in groups are left out: an
-    output depends on some of the inputs only.
+    Excluded are subclasses that override `forward`, subclasses of torch's convolutions, and grouped
+    convolutions, whose outputs depend on only some of the inputs.
 
     >>> is_linear_map(nn.Conv2d(3, 8, 3)), is_linear_map(nn.Conv2d(8, 8, 3, groups=8))
     (True, False)
     """
     if "weight" not in dict(module.named_parameters(recurse=False)):
-        return False  # it is made of others, as by weight_norm or pruning
+        return False  # computed from other parameters, as by weight_norm or pruning
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     if isinstance(module, _CONVOLUTIONS):
@@ -38,38 +37,38 @@ def is_linear_map(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return True for the linear layer of GPT-2 in Hugging Face: its weight is `(in, out)`."""
+    """Return True for Hugging Face's GPT-2 linear layer, whose weight is `(in, out)`."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def as_matrix(module: Any, tensor: Tensor) -> Tensor:
-    """Return a tensor of the shape of a map's weight as ``(outputs, inputs, kernel)``, a view."""
+    """View a tensor of the weight's shape as ``(outputs, inputs, kernel)``."""
     return tensor.T.unsqueeze(-1) if _is_transposed(module) else tensor.unsqueeze(-1).flatten(2)
 
 
 def weight_axes(module: nn.Module) -> tuple[int, int]:
-    """Return the axes of a map's weight that belong to its outputs and to its inputs."""
+    """Return the output axis and the input axis of a layer's weight."""
     return (1, 0) if _is_transposed(module) else (0, 1)
 
 
 def unit_axis(module: nn.Module) -> int:
-    """Return the axis of a map's inputs and outputs along which its units lie, from the end."""
+    """Return the axis of the units in a layer's inputs and outputs, counted from the end."""
     return -1 - len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else -1
 
 
 def calls_per_sample(module: nn.Module) -> int:
-    """Return how often a map runs for a sample, as far as known, otherwise 1."""
+    """Return how often a layer runs per sample; 1 if unknown."""
     count: int = getattr(module, _POSITIONS, 1)
     return count
 
 
 def knows_calls_per_sample(module: nn.Module) -> bool:
-    """Return True if it is known how often a map runs for a sample."""
+    """Return True if it is known how often a layer runs per sample."""
     return _POSITIONS in vars(module)
 
 
 def set_calls_per_sample(module: nn.Module, count: int | None) -> None:
-    """Set how often a map runs for a sample; None if that is not known.
+    """Set how often a layer runs per sample; None if unknown.
 
     Stored as a plain attribute, so the module's state dict does not change.
     """
@@ -78,19 +77,19 @@ def set_calls_per_sample(module: nn.Module, count: int | None) -> None:
         vars(module)[_POSITIONS] = count
 
 
-# Modules whose weights are counted, or take part in no product.
+# Modules that the ledger counts, or whose weights are in no matrix product.
 _COUNTED_OR_FREE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear map of a network, with the gates on its inputs and outputs.
+    """A linear layer of a network, with the gates on its inputs and outputs.
 
     Args:
         name: Name of the module.
         linear: The module.
-        input_gate: The gate that sets some of its inputs to exactly zero, if known.
-        output_gate: The gate that closes some of its outputs, if known.
+        input_gate: The gate that sets some of its inputs to exactly zero; None if unknown.
+        output_gate: The gate that closes some of its outputs; None if unknown.
         skips_rows: Whether closed outputs need not be computed.
     """
 
@@ -102,27 +101,27 @@ class LinearMap:
 
     @property
     def macs_dense(self) -> int:
-        """MACs of the full matrix, at all its positions."""
+        """MACs of the full matrix per sample, over all calls."""
         return int(self.linear.weight.numel()) * calls_per_sample(self.linear)
 
     @property
     def connections(self) -> int:
-        """Number of existing connections, at all its positions."""
+        """MACs of the existing connections per sample, over all calls."""
         mask = connection_mask(self.linear)
         if mask is None:
             return self.macs_dense
         known: int | None = getattr(self.linear, "connection_count", None)
-        # Counting synchronizes with the device.
+        # Counting synchronises with the device, so prefer the known count.
         return (int(mask.sum()) if known is None else known) * calls_per_sample(self.linear)
 
     @property
     def is_gated(self) -> bool:
-        """Whether a gate is on its inputs or its outputs."""
+        """Whether there is a gate on the inputs or the outputs."""
         return self.input_gate is not None or self.output_gate is not None
 
     @property
     def is_first_of_gate(self) -> bool:
-        """Whether its outputs have a gate and it is the first of the maps that make them."""
+        """Whether this layer is the first of those that produce a gate's units."""
         return self.output_gate is not None and self.linear is self.output_gate.feeds.producer
 
     def matrix(self, tensor: Tensor) -> Tensor:
@@ -132,10 +131,10 @@ class LinearMap:
     def expand_to_units(
         self, of: Callable[[GateLike], Tensor | None], every_output: bool = False
     ) -> list[Tensor | None]:
-        """Return what `of` says of the blocks of a gate, for each output and for each input.
+        """Return the block values that `of` gives for a gate, per output and per input.
 
-        None where there is no gate, and for outputs that must be computed even if they are closed,
-        unless `every_output` is wanted.
+        The value is None if there is no gate. It is also None for outputs that must be computed
+        even if they are closed, unless `every_output` is True.
         """
         ends: list[Tensor | None] = []
         saves = self.skips_rows or every_output
@@ -152,7 +151,7 @@ class LinearMap:
 
 
 def linear_maps(module: nn.Module) -> list[LinearMap]:
-    """Return the linear maps of a module in order, excluding those inside gates.
+    """Return the linear layers of a module in order, excluding those inside gates.
 
     >>> from dg_lightning import GatedMLP
     >>> [m.name for m in linear_maps(GatedMLP(8, [4], 2, gate={"kind": "static"}))]
@@ -173,9 +172,9 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
 
 
 def executed_macs(linear_map: LinearMap) -> Tensor:
-    """Return the MACs of a map in the last forward pass, int64.
+    """Return the MACs that a layer executed in the last forward pass, int64.
 
-    One entry per sample, or 0-d if all samples have the same.
+    One entry per sample, or 0-d if the count is the same for all samples.
     """
     outputs, inputs = linear_map.expand_to_units(_open_blocks)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
@@ -184,7 +183,7 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
         all_outputs, all_inputs, kernel = linear_map.matrix(linear.weight).shape
         pairs = _open_count(inputs, all_inputs) * _open_count(outputs, all_outputs)
         return pairs * (kernel * runs)
-    # Row sums are integers below 2^24 and thus exact in float32; their total may not be.
+    # Row sums are integers below 2^24, so float32 holds them exactly. Their total may be larger.
     rows = linear_map.matrix(mask.to(linear.weight.device, torch.float32)).sum(-1)
     if inputs is not None:
         with torch.autocast(rows.device.type, enabled=False):
@@ -225,26 +224,26 @@ def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
 
 
 def dense_decision_macs(gate: GateLike) -> int:
-    """Return the MACs of a gate's decision over all its inputs, at all its positions."""
+    """Return the MACs per sample of a gate's decisions over all its inputs."""
     return int(gate.decision_macs()) * decisions(gate)
 
 
 def decisions(gate: GateLike) -> int:
-    """Return how often a gate decides for a sample, as far as known, otherwise 1."""
+    """Return how often a gate decides per sample; 1 if unknown."""
     producer = gate.feeds.producer
     return 1 if producer is None else calls_per_sample(producer)
 
 
 def gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
-    """Return the gate on the inputs of a gate's layer, which are also the GateNet's inputs."""
+    """Return the gate on the inputs of a gate's layer, which the GateNet reads too."""
     return next((m.input_gate for m in maps if m.linear is gate.feeds.producer), None)
 
 
 def needed_parameters(module: nn.Module) -> int:
-    """Count the parameters that the network needs in deployment, given its last forward pass.
+    """Count the parameters needed in deployment, given the last forward pass.
 
-    Missing connections, and rows and columns closed by static gates, can be removed; units behind
-    input-dependent gates cannot.
+    Missing connections can be removed, and so can rows and columns that static gates close. Units
+    behind input-dependent gates cannot.
 
     >>> from dg_lightning import GatedMLP
     >>> mlp = GatedMLP(8, [4], 2, gate={"kind": "static"}).eval()
@@ -266,7 +265,7 @@ def needed_parameters(module: nn.Module) -> int:
         outputs, inputs = linear_map.expand_to_units(
             lambda g: None if g.input_dependent else _open_blocks(g)
         )
-        # A Trainer moves modules back, not recorded gates.
+        # After training, a Trainer moves modules to the CPU, but not the recorded gates.
         if inputs is not None:
             kept = kept & inputs[:, None].to(kept.device)
         if outputs is not None:
@@ -298,8 +297,8 @@ def _open_blocks(gate: GateLike) -> Tensor:
     """Return the open blocks of the last forward pass, bool ``(..., blocks)``."""
     if gate.gate is None:
         raise RuntimeError(
-            f"A gate of {gate.units} units took no part in a forward pass, which the ledger reads: "
-            "run the whole net first."
+            f"A gate of {gate.units} units has not run, so its MACs are unknown: run the whole net "
+            "first."
         )
     return gate.gate.detach() != 0
 

@@ -1,4 +1,4 @@
-"""The compute ledger: a torchmetric, and the report that it returns."""
+"""The compute ledger: a torchmetrics metric and its report."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ class LayerCompute:
     gate_macs_dense: int = 0
     open_rate_g: float | None = None
     open_rate_p: float | None = None
-    dead_units: int | None = None  # units that no sample opened
+    dead_units: int | None = None  # units closed for every sample
     density: float = 1.0
     is_map: bool = True  # False: an input gate, which costs only its decision
 
@@ -77,7 +77,7 @@ class ComputeReport:
         return self.macs_dense + sum(layer.gate_macs_dense for layer in self.layers)
 
     def _hidden(self) -> list[LayerCompute]:
-        # The paper sums over L - 1 layers, without output layer and input gate.
+        # The paper sums over L - 1 layers, without the output layer and the input gate.
         return [layer for layer in self.layers if layer.is_map][:-1]
 
     def compute_proxy(self, kind: str) -> float:
@@ -86,7 +86,7 @@ class ComputeReport:
         return sum(_rate(layer, kind) for layer in hidden) / len(hidden) if hidden else 1.0
 
     def relative_macs(self, kind: str, *, fused: bool = False) -> float:
-        """Return the paper's RelMAC (`p` or `g`); RelMAC_fuse also counts connection density."""
+        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse, which includes the density."""
         hidden = self._hidden()
         dense = sum(layer.macs_dense for layer in hidden)
         used = sum(
@@ -117,13 +117,21 @@ class ComputeReport:
         from rich import box
         from rich.table import Table
 
-        table = Table(title="Compute ledger: MACs a sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        table = Table(title="Compute ledger: MACs per sample", box=box.SIMPLE, padding=(0, 1, 0, 0))
         if self.uncounted:
             table.caption = (
-                f"Shares are of the linear maps alone; not counted: {', '.join(self.uncounted)}."
+                f"Shares cover linear layers only; not counted: {', '.join(self.uncounted)}."
             )
         table.add_column("layer", no_wrap=True)
-        for column in ("dense", "executed", "deciding", "of dense", "open g", "mean p", "dead"):
+        for column in (
+            "dense",
+            "executed",
+            "gate cost",
+            "% of dense",
+            "open",
+            "mean prob.",
+            "dead",
+        ):
             table.add_column(column, justify="right")
         total = LayerCompute(
             "total", self.macs_dense, self.macs - self.gate_macs, gate_macs=self.gate_macs
@@ -176,10 +184,10 @@ class ComputeLedger(Metric):
 
     full_state_update = False
     samples: Tensor
-    macs: Tensor  # (maps,)
-    expected: Tensor  # (maps,), fractions
+    macs: Tensor  # (layers,)
+    expected: Tensor  # (layers,), fractions of the dense MACs
     gate_macs: Tensor  # (gates,)
-    expected_gate: Tensor  # (gates,), fractions
+    expected_gate: Tensor  # (gates,), fractions of the dense MACs
     probability: Tensor  # (gates,)
 
     def __init__(self, net: nn.Module, **kwargs: Any) -> None:
@@ -217,7 +225,7 @@ class ComputeLedger(Metric):
             self.expected[index] += _total(expected_macs(linear_map), samples)
         for index, (name, gate) in enumerate(gates.items()):
             if gate.gate is None or gate.probability is None:
-                raise RuntimeError(f"Gate {name!r} took no part in the last forward pass.")
+                raise RuntimeError(f"Gate {name!r} did not run in the last forward pass.")
             self.gate_macs[index] += _total(decision_macs(gate, maps), samples)
             self.expected_gate[index] += _total(expected_decision_macs(gate, maps), samples)
             self.probability[index] += _total(gate.probability.mean(-1), samples)
@@ -228,7 +236,7 @@ class ComputeLedger(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return the mean of every sum over the samples."""
         if not self.samples:
-            raise RuntimeError("The ledger has seen no sample: call `update` after a forward pass.")
+            raise RuntimeError("The ledger has no samples yet: call `update` after a forward pass.")
         states = {name: getattr(self, name) for name in self.names if name != "samples"}
         return {name: state.cpu().double() / self.samples.cpu() for name, state in states.items()}
 
@@ -237,8 +245,8 @@ class ComputeLedger(Metric):
 
         Args:
             net: The network.
-            whole: Runs of each linear map per sample and the MACs of other modules. If None, each
-                map counts as run once, and other modules are not counted.
+            whole: Runs of each linear layer per sample and the MACs of other modules. If None, each
+                layer counts as run once, and other modules are not counted.
         """
         counted = WholeNet() if whole is None else whole
         # Torchmetrics squeezes states with one element.
@@ -277,7 +285,7 @@ class ComputeLedger(Metric):
                     macs=mean["macs"][index].item() * runs,
                     macs_expected=mean["expected"][index].item() * m.macs_dense * runs,
                     density=m.connections / m.macs_dense,
-                    # A decision is counted once, with the first of the maps that it is made for.
+                    # Count a decision once, with the first layer that it gates.
                     **gate_metrics(m.output_gate, runs if m.is_first_of_gate else 0.0),
                 )
             )
@@ -293,10 +301,10 @@ class ComputeLedger(Metric):
 
 
 def _total(value: Tensor, samples: int, item_ndim: int = 0) -> Tensor:
-    """Sum a value over samples; its last `item_ndim` axes are not summed.
+    """Sum a value over samples, but not over its last `item_ndim` axes.
 
     A value without sample axes is the same for all samples. If rows are not samples, for example
-    after pooling a sequence, each sample counts with the mean over rows.
+    after pooling a sequence, every sample counts as the mean over rows.
     """
     if value.ndim == item_ndim:
         return value * samples

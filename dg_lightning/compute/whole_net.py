@@ -1,4 +1,4 @@
-"""MACs of a whole network: runs of each linear map, and the cost of all other modules."""
+"""MACs of a whole network: runs of each linear layer, and the cost of all other modules."""
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from dg_lightning.gates.protocol import Feeds, gate_layers
 
 @dataclass(frozen=True)
 class WholeNet:
-    """Compute of a whole network that its list of linear maps does not show.
+    """Compute of a network beyond the MACs of its linear layers.
 
     Args:
-        runs: Runs of each linear map per sample, by name; one for each position of a sequence.
+        runs: Runs of each linear layer per sample, by name: one for each position of a sequence.
         other: MACs per sample of everything else, such as convolutions.
-        uncounted: Modules with weights that ran but are unknown to torch's counter.
-        between: MACs per sample of products between a gate's producers and its consumer, such as
-            those of attention heads, by the gate's name. A closed block saves its share of them.
+        uncounted: Modules with weights that ran but that torch's counter does not support.
+        between: MACs per sample of the products between a gate's producers and its consumer, by the
+            gate's name. An example is attention: a closed head saves its share of them.
     """
 
     runs: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class WholeNet:
 
 
 class _NoTracker(nullcontext[None]):
-    """Takes the place of the tracker of a FLOP counter, which reads its `parents`."""
+    """No-op replacement for a FLOP counter's module tracker, which must have `parents`."""
 
     parents = frozenset({"Global"})
 
@@ -59,8 +59,8 @@ class FlopRecorder:
     def __init__(self, module: nn.Module) -> None:
         self._net = module
         self._counter = FlopCounterMode(display=False)
-        # Only the total is read. Torch's tracker of modules fails where a Parameter is the input of
-        # a module and no gradient is wanted.
+        # Only the total is needed. Torch's module tracker fails if a Parameter is the input of a
+        # module and gradients are off.
         self._counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
         self._stack = ExitStack()
         gates = gate_layers(module, required=False)
@@ -115,10 +115,11 @@ class FlopRecorder:
         stack.callback(module.register_forward_hook(on_exit).remove)
 
     def _track_between(self, stack: ExitStack, name: str, feeds: Feeds) -> None:
-        """Count what runs after a gate's producers and before its consumer, outside of maps.
+        """Count the products between a gate's producers and its consumer.
 
-        It begins with the first producer if these are the only maps of a module: attention by
-        relative position multiplies before the last one has run. Otherwise it begins with the last.
+        Counting starts after the first producer if the innermost module around them has no other
+        linear layers, because relative-position attention multiplies before the last producer has
+        run. Otherwise it starts after the last producer.
         """
         if not feeds.scales_between:
             return
@@ -143,7 +144,7 @@ class FlopRecorder:
         stack.callback(feeds.consumers[0].register_forward_pre_hook(on_enter).remove)
 
     def _home_of(self, feeds: Feeds) -> nn.Module | None:
-        """Return the innermost module of a gate's producers, None if it holds other maps."""
+        """Return the innermost module around a gate's producers; None if it has other layers."""
         producers = set(feeds.producers)
         homes = [m for m in self._net.modules() if producers <= set(m.modules())]
         home = homes[-1]
@@ -155,7 +156,8 @@ class FlopRecorder:
 
         def on_enter(*_: Any) -> None:
             if not self._depth:
-                for made in self._made.values():  # the consumer of an earlier pass did not run
+                # Reset counts whose consumer did not run in an earlier pass.
+                for made in self._made.values():
                     made.clear()
             self._depth += 1
             before.append(self._counter.get_total_flops())
@@ -163,7 +165,7 @@ class FlopRecorder:
         def on_exit(*_: Any) -> None:
             self._depth -= 1
             inside = self._counter.get_total_flops() - before.pop()
-            self._total += 0 if self._depth else inside  # only the outermost call
+            self._total += 0 if self._depth else inside  # count the outermost call only
 
         stack.callback(root.register_forward_pre_hook(on_enter).remove)
         stack.callback(root.register_forward_hook(on_exit).remove)
@@ -177,15 +179,15 @@ class FlopRecorder:
         self._stack.close()
 
     def _counted(self) -> int:
-        """Return the FLOPs of linear maps and gates."""
+        """Return the FLOPs of linear layers and gates."""
         return sum(self._flops[name] for name in (*self._maps, *self._gates, *self._runners))
 
     def result(self, samples: int) -> WholeNet | None:
-        """Return the counts per sample, or None if a gated map did not run as a module.
+        """Return the counts per sample, or None if a gated layer was not called as a module.
 
-        An ungated map that did not, such as the output projection of torch's attention, has no
-        runs; its MACs are in `other`. Maps that a gate's `runner` multiplies by run as often as the
-        gate decides.
+        An ungated layer that was not called, such as the output projection of torch's attention,
+        has 0 runs, and its MACs are in `other`. Layers whose weights a gate's `runner` uses run as
+        often as the gate decides.
         """
         runs = {
             name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()

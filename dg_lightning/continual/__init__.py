@@ -1,4 +1,4 @@
-"""Tasks in sequence: what callbacks ask of data, measures, and protection of what is learned."""
+"""Continual learning: task data, measures, and protection of learned weights."""
 
 from dg_lightning.continual.protection import Protection
 from dg_lightning.continual.tasks import (

@@ -1,4 +1,4 @@
-"""Units that hardly act or carry little, and how they get a fresh start."""
+"""Find dormant or useless units and give them a fresh start."""
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -23,15 +23,15 @@ from dg_lightning.surgery.recording import first_tensor
 
 
 class WatchedUnits:
-    """The units that one map reads: how active they are, and what they are worth.
+    """Activity and utility of the units that a layer consumes.
 
-    Figures are running means over training passes, as of `decay`.
+    Both are based on running means over training passes.
 
     Args:
-        consumer: The map that reads the units.
-        producers: For each map that makes them, the unit of each of its outputs.
+        consumer: The layer that reads the units.
+        producers: For each layer that computes the units, the unit index of each of its outputs.
         decay: Decay of the running means.
-        gate: The gate on the units, if they have one.
+        gate: The gate of the units, if any.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class WatchedUnits:
         self.decay = decay
         weight = as_matrix(self.consumer, self.consumer.weight)
         self.size = weight.shape[1]
-        # Running means of |h| and h, not corrected for their start, and passes since that.
-        # In half precision the means would stop moving, and ages would stop at 2,048.
+        # Running means of |h| and h without bias correction, and the number of passes.
+        # In half precision means would stop changing, and ages would stop at 2,048.
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.activity, self.mean, self.age = weight.new_zeros(3, self.size, dtype=wide).unbind()
 
     def watch(self) -> Any:
-        """Look at training passes from now on; return the handle that ends it."""
+        """Start recording training passes. Return the hook handle that stops it."""
         return self.consumer.register_forward_pre_hook(self._look, with_kwargs=True)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class WatchedUnits:
         self.age += 1
 
     def means(self) -> Tensor:
-        """Return the running means of |h| and h, and ages, as float64."""
+        """Return the raw running means of |h| and h, and ages, as float64."""
         return torch.stack([self.activity, self.mean, self.age]).double()
 
     def set_means(self, means: Tensor) -> None:
@@ -79,18 +79,18 @@ class WatchedUnits:
         self.activity, self.mean, self.age = means.to(self.activity.dtype).unbind()
 
     def figures(self) -> Tensor:
-        """Return mean |h|, mean h and age of all units."""
+        """Return bias-corrected means of |h| and h, and ages of all units."""
         started = (1 - self.decay**self.age).clamp_min(1e-12)
         return torch.stack([self.activity / started, self.mean / started, self.age])
 
     @torch.no_grad()
     def utility(self, figures: Tensor) -> Tensor:
-        """Return what units carry: their mean size times their outgoing weights."""
+        """Return the mean |h| of units times the magnitude of their outgoing weights."""
         weight = as_matrix(self.consumer, self.consumer.weight)
         return figures[0] * weight.to(figures.dtype).abs().sum((0, 2))
 
     def is_dormant(self, figures: Tensor, threshold: float) -> Tensor:
-        """Return which units act less than a share of their layer's mean.
+        """Return which units are at most `threshold` times as active as their layer's mean.
 
         >>> units = WatchedUnits(nn.Linear(3, 1), {})
         >>> units.is_dormant(torch.tensor([[0.0, 1.0, 2.0]]), 0.1).tolist()
@@ -99,7 +99,7 @@ class WatchedUnits:
         return figures[0] <= threshold * figures[0].mean()
 
     def is_free(self) -> Tensor:
-        """Return the units that no finished task uses and no gate has closed for all samples."""
+        """Return units that no finished task uses and that are open for at least one sample."""
         free = torch.ones(self.size, dtype=torch.bool, device=self.activity.device)
         if self.gate is not None:
             opened = deployed_gate(self.gate).reshape(-1, self.size // self.gate.block_size).any(0)
@@ -112,15 +112,15 @@ class WatchedUnits:
 
     @torch.no_grad()
     def revive(self, units: Tensor, figures: Tensor, optimizers: Iterable[Optimizer]) -> None:
-        """Give units fresh incoming weights and none outgoing, as at the start of a training.
+        """Reinitialise the incoming weights of units and zero the outgoing ones.
 
-        What they have added to the consumer on average becomes part of its bias. Optimizers forget
-        these weights.
+        The mean contribution of the units is added to the consumer's bias. The optimizer state of
+        changed weights is reset.
 
         Args:
-            units: Which ones, bool.
+            units: A bool mask of the units to revive.
             figures: The `figures` of all units.
-            optimizers: Those that hold the weights.
+            optimizers: The optimizers that hold the weights.
         """
         changed: dict[nn.Parameter, Tensor] = {}
         for producer, unit_of_row in self.producers.items():
@@ -152,11 +152,11 @@ class WatchedUnits:
             values.masked_fill_(units, 0)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the running means."""
+        """Return the running means and ages."""
         return {"activity": self.activity, "mean": self.mean, "age": self.age}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from `state_dict`."""
         wide = self.activity.dtype
         self.activity, self.mean, self.age = (
             state[key].to(wide, copy=True) for key in ("activity", "mean", "age")
@@ -164,10 +164,15 @@ class WatchedUnits:
 
 
 def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, WatchedUnits]:
-    """Return the units of a model that go their own ways, by the names of the maps that read them.
+    """Find the independent units of a model, by the names of the layers that read them.
+
+    Args:
+        model: The model.
+        example: Example inputs of the model.
+        decay: Decay of the running means.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are no such units.
     """
     found = find_units(model, example)
     names = {child: name for name, child in model.named_modules()}
@@ -177,14 +182,14 @@ def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, Watc
             producers = {model.get_submodule(n): rows for n, rows in units.producers.items()}
             consumer = model.get_submodule(units.consumer)
             watched[plain_name(name)] = WatchedUnits(consumer, producers, decay)
-    for gate in gate_layers(model, required=False).values():  # units that have a gate already
+    for gate in gate_layers(model, required=False).values():  # units that already have a gate
         if gate.feeds.skips_rows and not gate.feeds.rows:
             producers = dict.fromkeys(gate.feeds.producers, torch.arange(gate.units))
             for consumer in gate.feeds.consumers:
                 watched[plain_name(names[consumer])] = WatchedUnits(
                     consumer, producers, decay, gate
                 )
-    # Some maps, as of Hugging Face's GPT-2, do not say how their weights are drawn.
+    # Some layers, such as Conv1D in Hugging Face's GPT-2, cannot be reinitialised.
     watched = {
         name: units
         for name, units in watched.items()

@@ -1,4 +1,4 @@
-"""Protect what finished tasks have learned: their weights, and a gate for each task."""
+"""Protect finished tasks: freeze the weights they use, and keep gates for each task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,14 +17,14 @@ from dg_lightning.rewiring.sparse_layer import reset_state
 class Protection:
     """The weights that finished tasks use, and their values.
 
-    A task uses a connection if it opens the units at both of its ends, and a bias if it opens the
-    unit. It uses everything that has no gate: norms, embeddings, maps between them. So what a
-    finished task computes never changes, to the last bit, and all other weights are free.
+    A task uses a connection if it opens the units at both ends, and a bias if it opens the unit. It
+    uses all parameters without gates: norms, embeddings and the layers between them. The outputs of
+    a finished task therefore never change, to the last bit, and all other weights are free.
 
     Args:
         module: The model.
-        head: The map that makes the logits, if tasks have classes of their own.
-        with_gates: Whether to protect the parameters of gates, too.
+        head: The layer that computes the logits, if tasks have separate classes.
+        with_gates: Whether to protect the parameters of gates too.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Protection:
         }
         linears = {found.linear for found in self.maps}
         others = [child for child in module.modules() if child not in linears]
-        # What another module reads too, such as an embedding, is used as a whole.
+        # Parameters shared with another module, such as an embedding, are protected as a whole.
         self._shared = {p for child in others for p in child.parameters(recurse=False)}
         self._owners: list[Any] = [child for child in module.modules() if hasattr(child, "weight")]
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._held: dict[nn.Parameter, Tensor] = {}  # what `_kept` is valid for
+        self._held: dict[nn.Parameter, Tensor] = {}  # where `_kept` is valid
         self._hooks: dict[Optimizer, Any] = {}
 
     @torch.no_grad()
     def add(
         self, opened: Callable[[GateLike], Tensor | None], classes: Sequence[int] | None = None
     ) -> None:
-        """Protect what a task uses.
+        """Protect the weights that a task uses.
 
         Args:
-            opened: Returns the open blocks of a gate, bool; None if it may open any of them.
-            classes: The outputs of the head that are the task's; None for all.
+            opened: Returns a bool mask of the open blocks of a gate, or None if any may be open.
+            classes: The classes of the task among the outputs of the head, or None for all.
         """
         partly = set()
         for linear_map in (found for found in self.maps if found.linear.weight in self.used):
@@ -89,7 +89,7 @@ class Protection:
         return {weight, bias}
 
     def hold(self) -> None:
-        """Keep the values of protected weights: those of now for what is protected from now on."""
+        """Save the values of newly protected weights, and mark all protected weights."""
         for parameter, used in self.used.items():
             if used.any():
                 now = parameter.detach().clone()
@@ -100,7 +100,7 @@ class Protection:
             set_protected(owner, self._held.get(owner.weight))
 
     def end(self) -> None:
-        """Protect nothing any more."""
+        """Stop protecting weights."""
         for hook in self._hooks.values():
             hook.remove()
         self._kept, self._held, self._hooks = {}, {}, {}
@@ -109,7 +109,11 @@ class Protection:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        """Let a step leave protected weights alone; their gradients take no part in clipping."""
+        """Exclude protected weights from an optimizer step.
+
+        Their gradients become 0, so that clipping ignores them. Their values are restored after
+        the step.
+        """
         if optimizer not in self._hooks:
             hook = optimizer.register_step_post_hook(lambda done, *_: self.restore(done))
             self._hooks[optimizer] = hook
@@ -119,13 +123,13 @@ class Protection:
 
     @torch.no_grad()
     def restore(self, optimizer: Optimizer) -> None:
-        """Give protected weights their values back after a step."""
+        """Restore the values of protected weights after a step."""
         for parameter in self._held_by(optimizer):
             kept = torch.where(self.used[parameter], self._kept[parameter], parameter)
             parameter.copy_(kept)
 
     def reset_state(self, optimizer: Optimizer) -> None:
-        """Let an optimizer forget what it keeps of protected weights, as momentum."""
+        """Reset the optimizer state of protected weights, such as momentum."""
         for parameter in self._held_by(optimizer):
             reset_state(optimizer, parameter, keep=~self.used[parameter])
 
@@ -134,25 +138,28 @@ class Protection:
         return [parameter for parameter in self._kept if id(parameter) in held]
 
     def share(self) -> float:
-        """Return the share of weights that are protected, without those of gates."""
+        """Return the share of weights that are protected, not counting gates."""
         weights = [used for p, used in self.used.items() if p not in self._in_gates]
         return sum(int(used.sum()) for used in weights) / sum(used.numel() for used in weights)
 
     def moved(self) -> bool:
-        """Return True if something has changed protected weights past this."""
+        """Return True if protected weights differ from their saved values."""
         pairs = [(p.detach()[self.used[p]], kept[self.used[p]]) for p, kept in self._kept.items()]
         return not all(torch.equal(now, kept) for now, kept in pairs)
 
 
-_SURE = 20.0  # a logit in units of τ that opens or closes whatever the threshold is
+_SURE = 20.0  # |logit / τ| that opens or closes a gate at any threshold
 
 
 class GatesByTask:
-    """Static gates that decide for the current task, and can be set to those of a finished one.
+    """Static gates of the current task, which can switch to those of a finished task.
 
     Args:
-        module: The model, all of whose gates must be static.
-        finished: The open blocks of each gate, by name, for each task that is finished.
+        module: The model. All of its gates must be static.
+        finished: For each finished task, the open blocks of each gate, by name.
+
+    Raises:
+        ValueError: If a gate is not static, or scales units by p.
 
     >>> from dg_lightning import GatedMLP
     >>> gates = GatesByTask(GatedMLP(8, [4], 2, gate={"kind": "static"}))
@@ -167,20 +174,20 @@ class GatesByTask:
                 raise ValueError(f"TaskGates needs static gates, got {type(gate).__name__} {name}.")
             if gate.scale is not None:
                 raise ValueError(
-                    f"TaskGates makes gates hard, and {name} scales units by p: leave out `scale`."
+                    f"TaskGates needs hard gates, but {name} scales units by p: remove `scale`."
                 )
             self.gates[name] = gate
         self.finished = [] if finished is None else finished
-        self._own: dict[str, Tensor] = {}  # logits of the current task, while others are in use
+        self._own: dict[str, Tensor] = {}  # logits of the current task while another one is in use
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Keep what the gates would open in deployment, for the task that ends."""
+        """Save the blocks that the gates open in deployment, when a task ends."""
         self.finished.append({name: _permanently_open(gate) for name, gate in self.gates.items()})
 
     @torch.no_grad()
     def start(self, optimizers: list[Optimizer]) -> None:
-        """Let gates decide anew, for the task that begins."""
+        """Reset the gates and their optimizer state, when a task begins."""
         for gate in self.gates.values():
             gate.logit.copy_(gate.initial_logit().expand_as(gate.logit))
             for optimizer in optimizers:
@@ -189,7 +196,7 @@ class GatesByTask:
 
     @torch.no_grad()
     def use(self, task: int) -> None:
-        """Set gates to those of a finished task, or of the current one if it is not finished."""
+        """Switch to the gates of a finished task, or back to those of the current task."""
         if task < len(self.finished):
             if not self._own:
                 self._own = {name: gate.logit.clone() for name, gate in self.gates.items()}
@@ -202,7 +209,7 @@ class GatesByTask:
             self._own = {}
 
     def opened(self, task: int) -> Mapping[Any, Tensor]:
-        """Return the open blocks of a finished task, by gate."""
+        """Return the open blocks of each gate for a finished task."""
         return {gate: self.finished[task][name] for name, gate in self.gates.items()}
 
     def free(self, name: str) -> Tensor:
@@ -213,14 +220,14 @@ class GatesByTask:
         return free
 
     def units_used(self) -> float:
-        """Return the share of units that finished tasks use."""
+        """Return the share of gated units that finished tasks use."""
         units = sum(gate.units for gate in self.gates.values())
         free = sum(int(self.free(n).sum()) * gate.block_size for n, gate in self.gates.items())
         return 1 - free / units
 
     @torch.no_grad()
     def press(self, weight: float, optimizer: Optimizer) -> None:
-        """Add the gradient of a penalty on the mean p of free blocks, for an optimizer's logits."""
+        """Add the gradient of a penalty on the mean p of free blocks to an optimizer's logits."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         free = {name: self.free(name) for name in self.gates}
         count = sum(int(blocks.sum()) for blocks in free.values())
@@ -230,7 +237,7 @@ class GatesByTask:
 
 
 def _permanently_open(gate: StaticGate) -> Tensor:
-    """Return the blocks that a gate opens in deployment."""
+    """Return a bool mask of the blocks that a gate opens in deployment."""
     training = gate.training
     gate.eval()
     opened = gate.decide(gate.logit.new_zeros(1, 1)) != 0
@@ -239,7 +246,7 @@ def _permanently_open(gate: StaticGate) -> Tensor:
 
 
 def _slope(gate: StaticGate) -> Tensor:
-    """Return the derivative of each p by its logit."""
+    """Return the derivative of each p with respect to its logit."""
     with torch.enable_grad():
         logit = gate.logit.detach().requires_grad_()
         p = open_probability(logit / gate.temperature, gate.policy)

@@ -1,4 +1,4 @@
-"""Tasks in sequence: what callbacks ask of the data, and measures of learning and forgetting."""
+"""Tasks in sequence: the interface of task data, and measures of learning and forgetting."""
 
 import math
 from collections.abc import Sequence
@@ -11,32 +11,32 @@ from typing_extensions import TypeIs, get_protocol_members, override
 
 from dg_lightning.compute.macs import as_matrix, linear_maps
 
-_CLOSED = -1e4  # a logit that no softmax sees, finite in half precision
+_CLOSED = -1e4  # masks a class in a softmax, finite in half precision
 
 
 class TaskData(Protocol):
-    """A DataModule of tasks in sequence, such as `TaskSequence`; anybody may write another."""
+    """Interface of a DataModule with tasks in sequence, such as `TaskSequence`."""
 
     tasks: int
-    joint: bool  # whether all tasks are trained together, as a limit to compare with
+    joint: bool  # whether all tasks are trained jointly, as an upper bound
 
     @property
     def num_classes(self) -> int:
-        """Number of outputs of a model."""
+        """Number of outputs of the model."""
 
     @property
     def tells_task(self) -> bool:
-        """Whether a model may know the task of a sample."""
+        """Whether the task label of a sample is known."""
 
     @property
     def current_task(self) -> int:
-        """The task that is trained now."""
+        """Index of the task in training."""
 
     def task_of(self, part: str, batch: int) -> int:
-        """Return the task of a batch of `val` or `test`; a batch holds samples of one task."""
+        """Return the task of a `val` or `test` batch. A batch holds samples of a single task."""
 
     def classes_of(self, task: int) -> Sequence[int] | None:
-        """Return the classes that a task is about; None if all tasks have the same."""
+        """Return the classes of a task, or None if all tasks have the same classes."""
 
 
 _MEMBERS = get_protocol_members(TaskData)
@@ -47,20 +47,27 @@ def _has_tasks(data: object) -> TypeIs[TaskData]:
 
 
 def task_data(trainer: Any, callback: object) -> TaskData:
-    """Return the DataModule of a Trainer, or raise ValueError if it has no tasks."""
+    """Return the task DataModule of a Trainer.
+
+    Raises:
+        ValueError: If the Trainer's DataModule has no tasks.
+    """
     data: object = getattr(trainer, "datamodule", None)
     if not _has_tasks(data):
         raise ValueError(
             f"{type(callback).__name__} needs a DataModule of tasks, got {type(data).__name__}: "
-            "wrap yours in dg_lightning.datamodules.TaskSequence."
+            "wrap it in dg_lightning.datamodules.TaskSequence."
         )
     return data
 
 
 def find_head(module: nn.Module, data: TaskData, name: str | None = None) -> nn.Module | None:
-    """Return the map that makes the logits; None if all tasks have the same classes.
+    """Return the layer that computes the logits, or None if all tasks have the same classes.
 
-    Without a name it is the last one with as many outputs as there are classes.
+    By default it is the last linear layer with as many outputs as there are classes.
+
+    Raises:
+        ValueError: If there is no such layer, or not with this name.
     """
     if data.classes_of(0) is None:
         return None
@@ -70,15 +77,15 @@ def find_head(module: nn.Module, data: TaskData, name: str | None = None) -> nn.
     if not fitting:
         there = ", ".join(f"{n} with {count} outputs" for n, count in outputs.items())
         raise ValueError(
-            f"`head` must name the linear map that makes the {data.num_classes} logits, got "
-            f"{name!r}; there are {there or 'none'}."
+            f"`head` must name a linear layer with {data.num_classes} outputs, got {name!r}. "
+            f"Available: {there or 'none'}."
         )
     head: nn.Module = maps[fitting[-1]]
     return head
 
 
 def mask_classes(logits: Tensor, classes: Sequence[int] | None) -> Tensor:
-    """Return logits that leave only some classes to choose from; all if None.
+    """Mask the logits of all other classes. Without classes, this is a no-op.
 
     >>> mask_classes(torch.zeros(1, 3), [0, 2]).softmax(-1).tolist()
     [[0.5, 0.0, 0.5]]
@@ -91,30 +98,30 @@ def mask_classes(logits: Tensor, classes: Sequence[int] | None) -> Tensor:
 
 
 class Heads:
-    """Leaves a model some of its classes, by a hook on the map that makes its logits.
+    """Restricts a model to some of its classes, with a hook on the layer that computes logits.
 
     Args:
         module: The model.
         data: The tasks.
-        name: Name of the map; None for the last one.
+        name: Name of the layer, or None for the last one that fits.
     """
 
     def __init__(self, module: nn.Module, data: TaskData, name: str | None = None) -> None:
         self.map = find_head(module, data, name)
-        self.classes: Sequence[int] | None = None  # that are left; None for all
+        self.classes: Sequence[int] | None = None  # allowed classes, None for all
         self._handle = self.map.register_forward_hook(self._mask) if self.map is not None else None
 
     def _mask(self, module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
         return mask_classes(logits, self.classes)
 
     def remove(self) -> None:
-        """Leave the model all of its classes for good."""
+        """Remove the hook, so that the model uses all classes again."""
         if self._handle is not None:
             self._handle.remove()
 
 
 def least_uncertain(logits: Sequence[Tensor]) -> Tensor:
-    """Return, for each sample, those of several logits whose entropy is least.
+    """Return the logits with the lowest entropy for each sample.
 
     >>> least_uncertain([torch.tensor([[0.0, 1.0]]), torch.tensor([[9.0, 0.0]])]).tolist()
     [[9.0, 0.0]]
@@ -126,18 +133,22 @@ def least_uncertain(logits: Sequence[Tensor]) -> Tensor:
 
 
 def logits_of(outputs: Any, callback: object) -> Tensor:
-    """Return the class logits that a step has returned, or raise TypeError."""
+    """Return the class logits among the outputs of a step.
+
+    Raises:
+        TypeError: If there are none.
+    """
     logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"{type(callback).__name__} needs the class logits: return them from `validation_step` "
-            f"and `test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
+            f"{type(callback).__name__} needs class logits, got {type(outputs).__name__}: return "
+            "them from `validation_step` and `test_step`, as a tensor or under the key 'logits'."
         )
     return logits
 
 
 def task_progress(trainer: Any, data: TaskData, batch_idx: int) -> float:
-    """Return the share of the current task's batches that are done, if all take as many epochs."""
+    """Return the progress of the current task, from 0 to 1. All tasks take equally many epochs."""
     epochs: float = trainer.max_epochs / data.tasks
     done: float = trainer.current_epoch + batch_idx / trainer.num_training_batches
     return min(max(done / epochs - data.current_task, 0.0), 1.0)
@@ -146,7 +157,7 @@ def task_progress(trainer: Any, data: TaskData, batch_idx: int) -> float:
 class AccuracyMatrix(Metric):
     """Accuracy on every task (columns) after learning each task (rows).
 
-    What was not measured is NaN.
+    Accuracies that were not measured are NaN.
 
     Args:
         tasks: Number of tasks.
@@ -169,13 +180,13 @@ class AccuracyMatrix(Metric):
 
     @override
     def update(self, learned: int, task: int, logits: Tensor, target: Tensor) -> None:
-        """Count the samples of a task that a model gets right which has learned up to another."""
+        """Count correct samples of `task`, for a model that has learned tasks up to `learned`."""
         self.correct[learned, task] += (logits.argmax(-1) == target).sum()
         self.counted[learned, task] += target.numel()
 
     @override
     def compute(self) -> Tensor:
-        """Return the accuracies, float64."""
+        """Return the matrix of accuracies, as float64."""
         return self.correct.double() / self.counted
 
 
@@ -190,7 +201,7 @@ def average_accuracy(matrix: Tensor, learned: int) -> float:
 
 
 def forgetting(matrix: Tensor, learned: int) -> float:
-    """Return the accuracy that earlier tasks have lost since they were learned, on average.
+    """Return the mean accuracy that earlier tasks have lost since they were learned.
 
     >>> matrix = torch.tensor([[0.9, 0.5], [0.7, 0.8]])
     >>> round(forgetting(matrix, 1), 6)
@@ -203,12 +214,12 @@ def forgetting(matrix: Tensor, learned: int) -> float:
 
 
 def backward_transfer(matrix: Tensor, learned: int) -> float:
-    """Return what learning has added to earlier tasks: the opposite of `forgetting`."""
+    """Return the mean accuracy that earlier tasks have gained, the opposite of `forgetting`."""
     return 0.0 - forgetting(matrix, learned)
 
 
 def forward_transfer(matrix: Tensor, learned: int, chance: Tensor) -> float:
-    """Return by how much tasks exceed chance before they are learned, on average.
+    """Return the mean accuracy above chance on tasks before they are learned.
 
     >>> matrix = torch.tensor([[0.9, 0.6], [0.7, 0.8]])
     >>> round(forward_transfer(matrix, 1, torch.tensor([0.5, 0.5])), 6)
@@ -221,10 +232,10 @@ def forward_transfer(matrix: Tensor, learned: int, chance: Tensor) -> float:
 
 
 def overlap(rates: Tensor) -> float:
-    """Return the share of units that two tasks have in common, over all pairs of tasks.
+    """Return the mean share of units that two tasks have in common, over all pairs.
 
     Args:
-        rates: How often a task opens a unit, ``(tasks, units)``.
+        rates: Open rate of each unit for each task, ``(tasks, units)``.
 
     >>> overlap(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])) == 1 / 3
     True
@@ -238,10 +249,11 @@ def overlap(rates: Tensor) -> float:
 
 
 def plasticity(matrix: Tensor, learned: int, tasks: int = 10) -> float:
-    """Return by how much the last tasks are learned better than the first ones.
+    """Return how much better the last tasks are learned than the first ones.
 
-    It is the accuracy right after learning, of the last `tasks` tasks minus the first ones; NaN
-    unless there are twice as many. Below 0, a net has lost its ability to learn.
+    This is the mean accuracy right after learning of the last `tasks` tasks minus that of the first
+    `tasks`. It is NaN if fewer than twice as many have been learned. A negative value means that
+    the net has lost its ability to learn.
 
     >>> matrix = torch.diag(torch.tensor([0.9, 0.9, 0.8, 0.7]))
     >>> round(plasticity(matrix, 3, tasks=2), 6)

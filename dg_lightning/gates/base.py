@@ -57,9 +57,9 @@ class Gate(nn.Module, ABC):
         initial_open_rate: Initial p of every unit.
         min_open: Minimum number of open gates per sample, those with the largest p: a count, or
             a share such as "5%".
-        scale: `probability` multiplies open units by their p, as routers of experts do: the loss
-            reaches p through open units only, so closed ones need not be computed to learn. None
-            multiplies them by 1, with a straight-through gradient for all.
+        scale: `probability` multiplies open units by their p, as mixture-of-experts routers do. The
+            loss then reaches p through open units only, so training can skip closed units. None
+            multiplies open units by 1, with a straight-through gradient for all units.
         device: Device of the state.
     """
 
@@ -89,7 +89,10 @@ class Gate(nn.Module, ABC):
         if policy not in get_args(Policy):
             raise ValueError(f"`policy` must be one of {get_args(Policy)}, got {policy!r}.")
         if (k is None) == (policy == "top_k"):
-            raise ValueError(f"`k` goes with `policy='top_k'`, got k={k} and policy={policy!r}.")
+            raise ValueError(
+                f"`k` must be given for `policy='top_k'` and for no other, got k={k} and "
+                f"policy={policy!r}."
+            )
         if not temperature > 0:
             raise ValueError(f"`temperature` must be above 0, got {temperature}.")
         if not 0 <= threshold < 1:
@@ -100,13 +103,13 @@ class Gate(nn.Module, ABC):
             raise ValueError(f"`scale` must be 'probability' or None, got {scale!r}.")
         if scale is not None and policy not in HARD_POLICIES:
             raise ValueError(
-                f"`scale` goes with a policy of {', '.join(HARD_POLICIES)}, got {policy!r}, which "
-                "scales units in training already."
+                f"`scale` needs the policy {', '.join(HARD_POLICIES)}, got {policy!r}, which "
+                "already scales units in training."
             )
         if k is None and initial_open_rate <= threshold:
             warnings.warn(
-                f"initial_open_rate {initial_open_rate} is not above threshold {threshold}: "
-                "gates that no floor opens start closed when evaluated.",
+                f"`initial_open_rate` {initial_open_rate} is not above `threshold` {threshold}: "
+                "gates start closed in evaluation, except for `min_open` of them.",
                 stacklevel=3,
             )
         self.units = units
@@ -133,7 +136,7 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
+        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
 
     @abstractmethod
     def shift_bias(self, delta: float) -> None:
@@ -165,7 +168,10 @@ class Gate(nn.Module, ABC):
 
     @override
     def forward(self, h: Tensor, units: Tensor | None = None) -> Tensor:
-        """Return what units are multiplied by, or `units` times it, which saves a large tensor."""
+        """Return the gate, or the gated `units`.
+
+        Passing `units` saves memory, because the gate is never expanded to one entry per unit.
+        """
         g = self.decide(h)
         if units is None:
             return self.expand_blocks(g)
@@ -174,7 +180,7 @@ class Gate(nn.Module, ABC):
         return closed
 
     def decide(self, h: Tensor) -> Tensor:
-        """Return what units are multiplied by, one entry per block, and store p and g."""
+        """Return the factor of each block, and store p and g."""
         device = h.device.type
         autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
@@ -185,7 +191,7 @@ class Gate(nn.Module, ABC):
         return self.scaled(g, p)
 
     def scaled(self, g: Tensor, p: Tensor) -> Tensor:
-        """Return what units are multiplied by: g, or g p if the gate scales."""
+        """Return the factor applied to units: g, or g * p with `scale`."""
         return g if self.scale is None else g.detach() * p
 
     def _apply_policy(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
@@ -217,8 +223,8 @@ class Gate(nn.Module, ABC):
 
     @override
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Stay in float32 when the model is cast to half precision: logits would be too coarse to
-        # learn. In bfloat16 a step of 0.001 from a logit of 2 is lost.
+        # Stay in float32 when the model is cast to half precision, which is too coarse for logits
+        # to learn: in bfloat16, a step of 0.001 from a logit of 2 is rounded away.
         def keep_precision(tensor: Tensor) -> Tensor:
             moved: Tensor = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
@@ -241,7 +247,7 @@ class Gate(nn.Module, ABC):
 
 
 def check_count(name: str, value: int | float | str) -> None:
-    """Refuse what is neither a count nor a share."""
+    """Raise a ValueError if `value` is neither a count nor a share."""
     share = percent(value) if isinstance(value, str) else value
     limit = math.inf if isinstance(value, int) else 1
     if isinstance(value, bool) or share is None or not 0 <= share <= limit:

@@ -71,15 +71,15 @@ class StaticGate(Gate):
 
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-# torch.mm with `out_dtype`.
+# torch.mm has `out_dtype`: bfloat16 factors, float32 product.
 _HAS_WIDE_PRODUCTS = _VERSION >= (2, 8) and torch.version.hip is None
 
 
 def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
-    """Return ``W h + b`` in the precision of the weights, which are float32 or wider.
+    """Return ``W h + b`` in the precision of the weights (float32 or wider).
 
-    A gate reads many inputs to make few decisions, so it is memory-bound; a float32 copy would have
-    to be written first and doubles the bytes to read.
+    A gate reads many inputs and makes few decisions, so it is memory-bound. If possible, avoid a
+    float32 copy of `h`, which must be written first and has twice as many bytes to read.
     """
     if h.dtype == linear.weight.dtype:
         same: Tensor = linear(h)
@@ -127,9 +127,9 @@ def _add_halves(stacked: Tensor, dim: int) -> Tensor:
 class DynamicGate(Gate):
     """Input-dependent gate: a small network, the GateNet, decides per sample.
 
-    By default the last weight is initialised to 0, so units start at their initial open rate for
-    any input. Where tokens of a Transformer decide, let them differ from the start
-    (`initial_spread`): gates that all start alike are closed alike.
+    By default the last weight matrix is initialised to 0, so units start at their initial open rate
+    for any input. For per-token gates in a Transformer, set `initial_spread`: gates that start
+    identical tend to close together.
 
     Args:
         in_features: Width of the GateNet's input, which is the layer's input.
@@ -138,8 +138,8 @@ class DynamicGate(Gate):
             has one hidden layer of `hidden` ReLU units.
         rank: Inner width of `low_rank`.
         hidden: Inner width of `mlp`.
-        initial_spread: Standard deviation of the initial logits, over the temperature, for inputs
-            of variance 1 to the last map.
+        initial_spread: Standard deviation of the initial ``logit / τ``, if the inputs of the last
+            linear layer have variance 1.
         device: Device of the parameters.
         dtype: Dtype of the parameters; never narrower than float32.
         **options: Arguments of `Gate`.
@@ -234,7 +234,7 @@ class DynamicGate(Gate):
     @override
     def _revive_blocks(self, blocks: Tensor) -> None:
         last = self._maps[-1]
-        last.weight[blocks] = 0.0  # nothing is drawn here: ranks would differ
+        last.weight[blocks] = 0.0  # random values would differ between ranks
         last.bias[blocks] = self.initial_logit().to(last.bias.dtype)
 
 
@@ -269,20 +269,20 @@ def make_gate(
 
 
 def check_gate_settings(name: str, settings: Any) -> None:
-    """Refuse what are no settings of a gate; `name` is that of the argument."""
+    """Validate gate settings, given as the argument `name`."""
     if not isinstance(settings, Mapping) or not settings:
         raise ValueError(
-            f"`{name}` must be the settings of a gate, as {{'kind': 'static'}}, got {settings!r}."
+            f"`{name}` must be gate settings such as {{'kind': 'static'}}, got {settings!r}."
         )
     options = dict(settings)
     kind = options.pop("kind", "static")
     if kind not in ("static", "dynamic"):
-        raise ValueError(f"The `kind` of `{name}` must be static or dynamic, got {kind!r}.")
+        raise ValueError(f"`kind` in `{name}` must be static or dynamic, got {kind!r}.")
     known = set(GateOptions.__annotations__)
     if kind == "dynamic":
         known |= {"network", "rank", "hidden", "initial_spread"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
-            f"A {kind} gate has no setting {unknown[0]!r} (`{name}`); it has "
+            f"A {kind} gate (`{name}`) has no setting {unknown[0]!r}; choose from "
             f"{', '.join(sorted(known))}."
         )

@@ -1,6 +1,6 @@
 """Policies: how a probability becomes a gate, in training and in deployment.
 
-Pure functions of tensors. `z` is the logit already divided by the temperature.
+Pure functions of tensors. `z` is the logit divided by the temperature.
 """
 
 import math
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
-HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # 0 or 1 in training too
+HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # g is 0 or 1 in training too
 
-# Temperature of the concrete relaxations, and the interval to which hard-concrete stretches before
-# clipping (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0 Regularization",
-# arXiv:1712.01312).
+# Temperature of the concrete relaxations, and the interval to which hard-concrete stretches samples
+# before clipping them (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0
+# Regularization", arXiv:1712.01312).
 NOISE_TEMPERATURE = 2 / 3
 STRETCH = (-0.1, 1.1)
 _HARD_CONCRETE_SHIFT = NOISE_TEMPERATURE * math.log(-STRETCH[0] / STRETCH[1])
@@ -56,15 +56,16 @@ def open_probability(z: Tensor, policy: Policy) -> Tensor:
 
 
 def logit_for(probability: float, policy: Policy) -> float:
-    """Return the z of a probability, inverting `open_probability`."""
+    """Return the z that gives a probability; the inverse of `open_probability`."""
     z = math.log(probability / (1 - probability))
     return z + _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z
 
 
 def hard_gate(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Tensor:
-    """Return the hard gate: 1 for the `k` largest p, or (k is None) where p exceeds the threshold.
+    """Return the hard gate: 1 for the `k` largest p, or for each p above the threshold.
 
-    At least the `floor` largest p are open. The gradient is that of p (straight-through).
+    The threshold applies if `k` is None. At least the `floor` largest p are open. The gradient is
+    that of p (straight-through).
     """
     is_open = p > threshold if k is None else top_k_mask(p, k)
     if floor > (k or 0):

@@ -21,19 +21,21 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Feeds:
-    """Position of a gate between linear maps. Unknown parts stay empty and claim no savings.
+    """Position of a gate between linear layers.
+
+    Unknown fields stay empty, and no savings are counted for them.
 
     Args:
-        producer: The map whose outputs are gated; None for a gate on the network's input.
-        skips_rows: Whether closed outputs need not be computed: the gate is known before the
-            product, and nothing between product and gate mixes the units.
-        consumers: The maps whose inputs are exactly zero where the gate is closed.
-        partners: Further maps that make the units, as in SwiGLU or attention.
-        rows: The block of each output of a producer or partner; without an entry, outputs are the
-            gate's units in their order.
-        scales_between: Whether the products between the maps are those of the units, as in
-            attention: a closed block saves its share of them.
-        runner: The module that multiplies by the maps' weights itself, instead of calling them.
+        producer: The layer whose outputs are gated; None for a gate on the network's input.
+        skips_rows: Whether closed outputs need not be computed, because the gate is known before
+            the matrix product and nothing between product and gate mixes the units.
+        consumers: The layers whose inputs are exactly zero for closed units.
+        partners: Further layers that produce the units, as in SwiGLU or attention.
+        rows: The block of each output of a producer or partner. Without an entry, the outputs are
+            the gate's units in order.
+        scales_between: Whether a closed block saves its share of the products between the layers,
+            as an attention head does.
+        runner: The module that uses the layers' weights directly instead of calling the layers.
     """
 
     producer: nn.Module | None = None
@@ -60,12 +62,12 @@ class GateLike(Protocol):
     temperature: Tensor  # 0-d buffer, changed in place
     threshold: Tensor  # 0-d buffer, changed in place
     min_open: Tensor  # 0-d buffer, changed by set_min_open
-    probability: Tensor | None  # of the last forward pass, with its graph
-    gate: Tensor | None  # of the last forward pass, with its graph
+    probability: Tensor | None  # from the last forward pass, with its graph
+    gate: Tensor | None  # from the last forward pass, with its graph
     feeds: Feeds
 
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
+        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
 
     def set_min_open(self, min_open: int | float | str) -> None:
         """Set the minimum number of open gates: a count, or a share such as "5%"."""
@@ -84,7 +86,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 def is_gate(thing: object) -> TypeIs[GateLike]:
     """Return True if `thing` implements the gate protocol.
 
-    `isinstance` does not work: since Python 3.12 it ignores buffers, which use `__getattr__`.
+    `isinstance` does not work: since Python 3.12 it does not see buffers, which use `__getattr__`.
     """
     return all(hasattr(thing, name) for name in _MEMBERS)
 
@@ -108,7 +110,7 @@ def gate_layers(
     """
     everything = module.named_modules(remove_duplicate=False)  # a shared gate has several names
     gates = {name: child for name, child in everything if is_gate(child)}
-    # A wrapper such as torch.compile's looks like the gate inside it: keep the innermost one.
+    # A wrapper, such as that of torch.compile, looks like the gate inside it: keep the innermost.
     found = {
         plain_name(name): gate
         for name, gate in gates.items()
@@ -116,9 +118,8 @@ def gate_layers(
     }
     if required and not found:
         raise ValueError(
-            f"{type(module).__name__} has no gate: build its layers with dg_lightning.GatedLinear "
-            "(GatedMLP: `gate: {kind: static}`), or put gates into it (`add_gates`, the callback "
-            "AddGates)."
+            f"{type(module).__name__} has no gate: use dg_lightning.GatedLinear layers (GatedMLP: "
+            "`gate: {kind: static}`), or add gates with `add_gates` or the callback AddGates."
         )
     once: dict[str, GateLike] = {}
     for name, gate in filter_by_name(found, layers, "gate").items():
@@ -138,11 +139,11 @@ def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str)
     if not layers or isinstance(layers, str):
         raise ValueError(
             f"`layers` must be a list of name patterns, got {layers!r}; "
-            f"there are {', '.join(found)}."
+            f"choose from {', '.join(found)}."
         )
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"No {what} is named {pattern!r}; there are {', '.join(found)}.")
+            raise ValueError(f"No {what} matches {pattern!r}; choose from {', '.join(found)}.")
     return {
         name: thing
         for name, thing in found.items()
@@ -162,7 +163,7 @@ def values_by_pattern(
     for pattern in given:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise ValueError(
-                f"`{argument}` names {pattern!r}, which fits none; there are {', '.join(named)}."
+                f"`{argument}`: nothing matches {pattern!r}; choose from {', '.join(named)}."
             )
     return [
         next((value for pattern, value in given.items() if fnmatchcase(name, pattern)), default)
@@ -188,9 +189,9 @@ def set_initial_temperature(gate: GateLike, temperature: float) -> None:
 
 
 def preserve_probability(gate: GateLike, factor: float, typical: float) -> None:
-    """Compensate the logits for multiplying the temperature by `factor`, so that p is unchanged.
+    """Adjust the logits so that p stays the same when the temperature is multiplied by `factor`.
 
-    A gate that cannot scale its logits preserves only the typical p.
+    A gate without `scale_logits` preserves only the `typical` p.
     """
     if hasattr(gate, "scale_logits"):
         gate.scale_logits(factor)
@@ -209,7 +210,7 @@ def detach_graph(gates: Iterable[GateLike]) -> None:
 
 
 def init_recorded_gates(gates: Iterable[GateLike]) -> None:
-    """Record p = 1 for gates that have not run yet, so that whoever reads them counts them open."""
+    """Record p = 1 for gates that have not run yet, so that they count as open."""
     for gate in gates:
         if gate.probability is None or gate.gate is None:
             blocks = gate.units // gate.block_size
@@ -239,23 +240,23 @@ def protected_mask(layer: nn.Module) -> Tensor | None:
 
 
 def set_protected(layer: nn.Module, mask: Tensor | None) -> None:
-    """Announce which weights of a layer must not change, as those of finished tasks."""
+    """Mark weights of a layer that no callback may modify, such as those of finished tasks."""
     vars(layer).pop("protected_mask", None)
     if mask is not None:
         vars(layer)["protected_mask"] = mask
 
 
 def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
-    """Return a bool mask of the blocks that the last forward pass would open in deployment.
+    """Return a bool mask of the blocks that would be open in deployment.
 
-    Always hard, whatever the training policy, and with the floor applied. `shift` is added to every
-    ``z / τ``.
+    Computed from the last forward pass: hard for any training policy, and with the floor applied.
+    `shift` is added to every ``z / τ``.
     """
     p = gate.probability
     if p is None or gate.gate is None:
         raise RuntimeError(
-            f"A gate of {gate.units} units took no part in the last forward pass: let the net use "
-            "it, or name the other gates with `layers`."
+            f"A gate of {gate.units} units did not run in the last forward pass: use it in "
+            "`forward`, or select the other gates with `layers`."
         )
     p = p.detach()
     if getattr(gate, "k", None) is not None:
@@ -267,7 +268,7 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
 
 
 def logit(p: Tensor) -> Tensor:
-    """Return the logit in double precision, finite even where float32 has rounded p to 0 or 1."""
+    """Return the logit in double precision, finite even if float32 has rounded p to 0 or 1."""
     return torch.logit(p.double(), eps=1e-7)
 
 

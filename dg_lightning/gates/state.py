@@ -1,7 +1,7 @@
 """Per-gate state shared by the callbacks of one Trainer.
 
-Callbacks do not know each other. Each field has one writer, so no callback overwrites another's
-value: a gate's temperature and threshold are the scheduled value plus the rescue offset, and its
+Callbacks do not know each other. Each field has one writer, so no callback overwrites the value of
+another. A gate's temperature and threshold are the scheduled value plus the rescue offset, and its
 penalty weight is multiplied by the phase factor and the rescue factor.
 """
 
@@ -23,9 +23,9 @@ class SharedState:
     threshold: float | None = None  # ThresholdPhases
     keep: float | None = None  # ThresholdPhases: fraction of gates to keep open
     phase_factor: float = 1.0  # ThresholdPhases
-    penalty_begun: bool | None = None  # the penalty on this gate; there is at most one
-    controlled: bool = False  # BudgetController: it sets the open rate
-    frozen: bool = False  # BudgetController: it lands or has landed, must not be changed
+    penalty_begun: bool | None = None  # the callback that penalises this gate, if any
+    controlled: bool = False  # BudgetController, which then sets the open rate
+    frozen: bool = False  # BudgetController: nothing else may change this gate
     temperature_offset: float = 0.0  # CollapseDetector
     threshold_offset: float = 0.0  # CollapseDetector
     rescue_factor: float = 1.0  # CollapseDetector

@@ -1,4 +1,4 @@
-"""Gated layers that read like the equations of section 3 of the paper, and Transformers."""
+"""Gated layers, mixtures of experts, and Transformers that use them."""
 
 from .feed_forward import GatedFeedForward, MoEFeedForward, SwitchMoE
 from .mlp import GatedLinear, GatedMLP

@@ -1,4 +1,4 @@
-"""Feed-forwards of a Transformer that decide token by token what to run: gates, and experts."""
+"""Feed-forwards for Transformers that choose units or experts for each token."""
 
 import math
 from collections.abc import Callable
@@ -18,10 +18,10 @@ class Router(nn.Module):
     """Chooses the k experts with the largest ``p = softmax(W h / τ)`` for each sample.
 
     The weight of an expert is its p (k = 1), or p normalised over the chosen experts (k > 1). In
-    training an expert processes only the first samples of a batch, up to its capacity; in
-    evaluation there is no limit, so predictions do not depend on the rest of the batch. Computes
-    in float32 and stores `probability`, `gate` (weights, 0 where not routed), `chosen` (bool,
-    before capacity drops), `dropped` (bool) and `capacity`.
+    training an expert processes only the first samples of a batch, up to its capacity. There is no
+    limit in evaluation, so predictions do not depend on the rest of the batch. The router computes
+    in float32 and stores `probability`, `gate` (weights, 0 if not routed), `chosen` (bool, before
+    capacity drops), `dropped` (bool) and `capacity`.
 
     Args:
         in_features: Number of inputs.
@@ -37,7 +37,8 @@ class Router(nn.Module):
     min_open: Tensor
     input_dependent = True
 
-    recorded = ("probability", "gate", "chosen", "dropped", "logits", "capacity")  # of a pass
+    # Attributes set by each forward pass.
+    recorded = ("probability", "gate", "chosen", "dropped", "logits", "capacity")
 
     def __init__(
         self,
@@ -105,25 +106,25 @@ class Router(nn.Module):
         return self.logits.logsumexp(-1).square().mean()
 
     def auxiliary_loss(self, load_balance: float, z_loss: float) -> Tensor:
-        """Return the sum of both losses with these weights."""
+        """Return the weighted sum of both losses."""
         return load_balance * self.load_balance_loss() + z_loss * self.z_loss()
 
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs of the decision per sample, given its open inputs (None: all)."""
+        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
         inputs = torch.tensor(self.linear.in_features) if open_inputs is None else open_inputs
         return inputs * self.experts
 
     def set_min_open(self, min_open: int | float | str) -> None:
         """Raise an error: every sample has exactly k experts."""
-        raise ValueError(f"A router opens {self.k} of {self.experts} experts; set `top_k`.")
+        raise ValueError(f"A router opens {self.k} of {self.experts} experts: set `top_k` instead.")
 
     def shift_bias(self, delta: float) -> None:
         """Raise an error: a softmax is invariant to shifts of its logits."""
-        raise ValueError("A router has no open rate to shift: set `top_k`, or leave it out.")
+        raise ValueError("A router has no open rate: set `top_k`, or exclude it with `layers`.")
 
     def revive(self, units: Tensor) -> None:
         """Raise an error: unused experts are handled by the load-balance loss."""
-        raise ValueError("A router's experts are revived by `load_balance`: raise its weight.")
+        raise ValueError("A router revives experts by its loss: raise `load_balance`.")
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled.
@@ -134,7 +135,7 @@ _NAMES_OF_0_2 = {"first": "fc1", "other": "fc1_gate", "second": "fc2"}
 
 
 def _rename_maps(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load checkpoints of version 0.2."""
+    """Rename the layers in checkpoints of version 0.2."""
     for old, new in _NAMES_OF_0_2.items():
         for kind in ("weight", "bias"):
             if f"{prefix}{old}.{kind}" in state:
@@ -144,8 +145,8 @@ def _rename_maps(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 class Experts(nn.Module):
     """Parallel two-layer networks, each applied to the samples routed to it.
 
-    The hidden layers of all experts are stored as one wide linear map, and so are the outputs; each
-    expert multiplies only its own rows with its own samples.
+    The hidden layers of all experts are stored as one wide linear layer, and so are their output
+    layers. Each expert multiplies only its own rows with its own samples.
 
     Args:
         width: Width of inputs and outputs.
@@ -198,7 +199,8 @@ class Experts(nn.Module):
 
 
 def running_count(chosen: Tensor) -> Tensor:
-    """Count the true entries down each column; along rows of the transpose, which is faster."""
+    """Return the running count of true entries down each column."""
+    # A cumulative sum along contiguous rows is faster.
     return chosen.t().contiguous().cumsum(-1).t()
 
 
@@ -265,23 +267,23 @@ class SwitchMoE(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """A feed-forward of which each token runs some blocks of units: ``W₂ (g(h) * u(h)) + b₂``.
+    """Feed-forward that runs only some units for each token: ``W₂ (g(h) * u(h)) + b₂``.
 
     The units u are ``activation(W₁ h + b₁)``, or ``activation(W₁ h) * (W₃ h)`` with `glu` (SwiGLU
-    if the activation is `silu`). The gate reads the token, so it is known before any product, and
-    closed blocks can be skipped. Inputs have any leading shape.
+    if the activation is `silu`). The gate reads the input, so it is known before any matrix product
+    and closed blocks can be skipped. Inputs may have any leading dimensions.
 
     Args:
         width: Width of inputs and outputs.
-        hidden: Number of units; four times the width if None.
-        gate: Settings of the gate as plain values, or a gate; None for a dense feed-forward. With
-            `scale: probability` the loss reaches open blocks only, so training may skip closed ones
+        hidden: Number of units; by default four times the width.
+        gate: A gate or its settings as plain values; None for a dense feed-forward. With
+            `scale: probability` the loss reaches open blocks only, so training can skip closed ones
             too.
         activation: Nonlinearity of the units.
-        glu: Whether units are products of two maps.
-        bias: Whether the maps add a bias.
+        glu: Whether units are products of two linear layers.
+        bias: Whether the linear layers have a bias.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; those of the gate stay in float32 or wider.
+        dtype: Dtype of the parameters; the gate stays in float32 or wider.
 
     >>> gate = {"kind": "dynamic", "block_size": 16, "scale": "probability"}
     >>> layer = GatedFeedForward(32, 128, gate=gate, activation="silu", glu=True)
@@ -313,10 +315,10 @@ class GatedFeedForward(nn.Module):
             gate = make_gate(gate, width, hidden, device, dtype)
         if gate is not None and gate.units != hidden:
             raise ValueError(
-                f"The gate has {gate.units} units, the feed-forward {hidden}: they must be equal."
+                f"The gate has {gate.units} units, the feed-forward {hidden}: make them equal."
             )
         self.gate = gate
-        # Computes open blocks only, or returns None, see `runtime.skip_closed_blocks`.
+        # Set by `runtime.skip_closed_blocks`: runs open blocks only; None means run all.
         self.skip: Callable[[GatedFeedForward, Tensor], Tensor | None] | None = None
         if gate is not None:
             partners = () if self.fc1_gate is None else (self.fc1_gate,)
@@ -324,7 +326,7 @@ class GatedFeedForward(nn.Module):
 
     @property
     def applied_gate(self) -> Gate | None:
-        """The gate on its units: its own, or one that `add_gates` has put there."""
+        """The gate on the units: its own, or one added by `add_gates`."""
         put = dict(self.fc2.named_children()).get("dg_gate")
         return put if isinstance(put, Gate) else self.gate
 
@@ -342,9 +344,10 @@ class GatedFeedForward(nn.Module):
 
 
 class MoEFeedForward(nn.Module):
-    """The feed-forward of a Transformer as a mixture of experts, chosen token by token.
+    """Mixture-of-experts feed-forward for a Transformer, routed token by token.
 
-    A token for which no expert has capacity left gets 0: it passes by in the residual stream.
+    If no expert has capacity left for a token, its output is 0, and the residual stream carries it
+    unchanged.
 
     Args:
         width: Width of inputs and outputs.
@@ -388,7 +391,7 @@ class MoEFeedForward(nn.Module):
 
     @property
     def fc2(self) -> nn.Linear:
-        """The map that writes the output."""
+        """The linear layer that produces the output."""
         return self.experts.fc2
 
     def auxiliary_loss(self) -> Tensor:

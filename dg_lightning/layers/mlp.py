@@ -1,4 +1,4 @@
-"""Gated layers: plain modules that read like the equations of section 3 of the paper."""
+"""Gated linear layers and MLPs, written like the equations of section 3 of the paper."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,17 +24,17 @@ _NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": nn.BatchNo
 
 
 def make_activation(name: Activation) -> nn.Module:
-    """Return the nonlinearity of a name."""
+    """Return the activation module with this name."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {name!r}.")
     return _ACTIVATIONS[name]()
 
 
 class GatedWeight(Tensor):
-    """The weight of a gated layer, as others see it.
+    """The weight of a gated layer, as seen from outside.
 
-    Torch's fused layers, as of a TransformerEncoder in evaluation, multiply with a plain weight
-    themselves, past the gate; a subclass sends them through the layer.
+    Torch's fused code, such as that of a TransformerEncoder in evaluation, uses a plain weight
+    directly and would bypass the gate. With a tensor subclass, it calls the layer instead.
     """
 
 
@@ -54,7 +54,7 @@ class GatedLinear(nn.Module):
         dropout: Dropout probability of the outputs.
         bias: Whether to add a bias.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; those of the gate stay in float32 or wider.
+        dtype: Dtype of the parameters; the gate stays in float32 or wider.
 
     >>> layer = GatedLinear(8, 4, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
     >>> layer(torch.randn(5, 8)).shape
@@ -87,27 +87,27 @@ class GatedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the linear map, for code that takes the layer for an `nn.Linear`."""
+        """The weight of the linear layer, for code that expects an `nn.Linear`."""
         return self.linear.weight.as_subclass(GatedWeight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the linear map."""
+        """The bias of the linear layer."""
         return self.linear.bias
 
     def _attach(self, gate: nn.Module, skips_rows: bool) -> None:
         if not is_gate(gate):
             raise TypeError(
                 f"`gate` must be a gate or its settings, got {type(gate).__name__}: "
-                "dg_lightning.gates.protocol.GateLike says what a gate has."
+                "see dg_lightning.gates.protocol.GateLike."
             )
         if gate.units != self.linear.out_features:
             raise ValueError(
                 f"The gate has {gate.units} units, the layer {self.linear.out_features}: "
-                "they must be equal."
+                "make them equal."
             )
         if gate.feeds.producer is not None:
-            raise ValueError("The gate belongs to another layer already: give each its own.")
+            raise ValueError("The gate already belongs to another layer: give each layer its own.")
         gate.feeds = Feeds(producer=self.linear, skips_rows=skips_rows)
 
     @override
@@ -115,7 +115,7 @@ class GatedLinear(nn.Module):
         return self.finish(h, self.linear(h))
 
     def finish(self, h: Tensor, pre_activation: Tensor) -> Tensor:
-        """Return the output for an input and what the linear map returns for it."""
+        """Return the output, given the input and the linear layer's output for it."""
         out: Tensor = self.activation(self.norm(pre_activation))
         if self.gate is not None:
             out = self.gate(h).to(out.dtype) * out
@@ -139,9 +139,9 @@ class GatedMLP(nn.Module):
         gate: Gate settings for every hidden layer, or a list with one entry per layer.
         input_gate: Settings of the gate on the inputs.
         input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so the
-            ledger claims no savings for them.
+            ledger counts no savings for them.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; those of the gates stay in float32 or wider.
+        dtype: Dtype of the parameters; the gates stay in float32 or wider.
 
     >>> mlp = GatedMLP(784, [256], 10, gate={"kind": "static"}, input_gate={"kind": "static"})
     >>> mlp(torch.randn(5, 1, 28, 28)).shape
@@ -166,7 +166,7 @@ class GatedMLP(nn.Module):
         gates = gate if isinstance(gate, list) else [gate] * len(hidden)
         if len(gates) != len(hidden):
             raise ValueError(
-                f"`gate` must be one gate or one for each of {len(hidden)} hidden layers, "
+                f"`gate` must be one dict or a list of {len(hidden)}, one per hidden layer, "
                 f"got {len(gates)}."
             )
         widths = [in_features, *hidden]
@@ -193,12 +193,12 @@ class GatedMLP(nn.Module):
             for n_in, n_out, settings in zip(widths, hidden, gates, strict=False)
         )
         self.output = nn.Linear(widths[-1], num_classes, device=device, dtype=dtype)
-        # Computes open blocks only, see `runtime.skip_closed_blocks`.
+        # Set by `runtime.skip_closed_blocks`: runs open blocks only.
         self.skip: Callable[[GatedMLP, Tensor], Tensor] | None = None
         self._connect(input_is_normalised=input_norm is not None)
 
     def _connect(self, input_is_normalised: bool) -> None:
-        """Register the map that consumes each gate's outputs."""
+        """Register the linear layer that consumes each gate's outputs."""
         maps = [layer.linear for layer in self.layers()] + [self.output]
         if self.input_gate is not None and not input_is_normalised:
             self.input_gate.feeds = Feeds(consumers=(maps[0],))

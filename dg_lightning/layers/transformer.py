@@ -15,10 +15,10 @@ from dg_lightning.layers.mlp import Activation
 
 
 class KeyValueCache(dict[nn.Module, tuple[Tensor, Tensor]]):
-    """Keys and values of the tokens so far, by layer, for generating one token at a time."""
+    """Keys and values of the tokens so far, by layer, for token-by-token generation."""
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, and return those of all."""
+        """Append the keys and values of new tokens, and return those of all tokens."""
         if layer in self:
             before = self[layer]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
@@ -27,14 +27,14 @@ class KeyValueCache(dict[nn.Module, tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each in a residual branch of its own.
+    """Transformer block: attention and feed-forward, each in its own residual branch.
 
     Args:
         width: Width of the residual stream.
         heads: Number of attention heads, which must divide the width.
-        feed_forward: The feed-forward, from the width to the width.
+        feed_forward: The feed-forward, with `width` inputs and outputs.
         dropout: Dropout probability in the residual branches.
-        causal: Whether a token sees earlier ones only.
+        causal: Whether a token attends only to itself and earlier tokens.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention; it has as many heads as its projections have room for."""
+    """Self-attention; the width of its projections sets the number of heads."""
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key, value = cache.extend(self, key, value)
-        # A single token comes after all others, and sees them all.
+        # A single token is the last one and attends to all, so it needs no mask.
         is_causal, mask = self.causal and tokens > 1, None
         if is_causal and (before := key.shape[2] - tokens):
             mask = h.new_ones(tokens, before + tokens, dtype=torch.bool).tril(before)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A pre-norm Vision Transformer for small images, averaged over patches.
+    """A pre-norm Vision Transformer for small images, with mean pooling over patches.
 
     Args:
         input_shape: Channels, height and width of an image.
@@ -100,7 +100,7 @@ class VisionTransformer(nn.Module):
         width: Width of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads, which must divide the width.
-        hidden: Number of units of a feed-forward; None for four times the width.
+        hidden: Number of units of a feed-forward; by default four times the width.
         dropout: Dropout probability in the residual branches.
 
     >>> net = VisionTransformer([3, 32, 32], 10, width=48, depth=2, heads=3)
@@ -160,16 +160,17 @@ class GPT(nn.Module):
     """A pre-norm causal Transformer: tokens in, logits of the next token out.
 
     Args:
-        input_shape: Length of the context, as a shape: the command line takes it from the data.
-        num_classes: Number of different tokens; the command line takes it from the data.
+        input_shape: Context length, as a list of one number. The command line takes it from the
+            data.
+        num_classes: Size of the vocabulary. The command line takes it from the data.
         width: Width of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads, which must divide the width.
-        hidden: Number of units of a feed-forward; None for four times the width.
-        gate: Settings of the gates on the units of every feed-forward; None for none.
-        experts: Settings of experts; the feed-forwards are then mixtures of experts.
+        hidden: Number of units of a feed-forward; by default four times the width.
+        gate: Gate settings for the units of every feed-forward; None for dense feed-forwards.
+        experts: Settings that turn the feed-forwards into mixtures of experts; None for no experts.
         activation: Nonlinearity of the feed-forwards.
-        glu: Whether their units are products of two maps, see `GatedFeedForward`.
+        glu: Whether their units are products of two linear layers, see `GatedFeedForward`.
         dropout: Dropout probability of the embeddings and in the residual branches.
 
     >>> net = GPT([16], 256, width=32, depth=2, heads=2, gate={"kind": "dynamic", "block_size": 16})
@@ -193,9 +194,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if experts is not None and (gate is not None or glu):
-            raise ValueError("`experts` have a router of their own: leave out `gate` and `glu`.")
+            raise ValueError("`experts` cannot be combined with `gate` or `glu`: leave those out.")
         if len(input_shape) != 1:
-            raise ValueError(f"`input_shape` must be the length of the context, got {input_shape}.")
+            raise ValueError(f"`input_shape` must be the context length alone, got {input_shape}.")
         (self.context,) = input_shape
         units = 4 * width if hidden is None else hidden
         self.tokens = nn.Embedding(num_classes, width)
@@ -216,7 +217,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, depth: int) -> None:
-        """Draw small weights; those that write into the residual stream shrink with its depth."""
+        """Initialise embeddings, and scale down the layers that write to the residual stream."""
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
         blocks: Any = self.blocks
@@ -226,17 +227,17 @@ class GPT(nn.Module):
 
     @override
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Return the logits of the token after each token ``(batch, tokens)``.
+        """Return the logits of the next token after each token of `x`.
 
         Args:
-            x: The tokens; if there is a cache, those that follow the ones in it.
-            cache: Keys and values of the tokens before; those of the new tokens are added.
+            x: The tokens ``(batch, tokens)``; with a cache, only the new ones.
+            cache: Keys and values of earlier tokens; those of the new tokens are appended.
         """
         before = 0 if not cache else next(iter(cache.values()))[0].shape[2]
         if before + x.shape[1] > self.context:
             raise ValueError(
-                f"There are {before + x.shape[1]} tokens for a context of {self.context}: give "
-                "fewer, or use `generate`."
+                f"Got {before + x.shape[1]} tokens for a context of {self.context}: pass fewer, or "
+                "use `generate`."
             )
         places = torch.arange(before, before + x.shape[1], device=x.device)
         h = self.dropout(self.tokens(x) + self.positions(places))
@@ -246,7 +247,7 @@ class GPT(nn.Module):
         return logits
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Return the mean over the blocks of the losses of experts; None without experts."""
+        """Return the mean auxiliary loss of the blocks' experts; None without experts."""
         parts = [b.feed_forward for b in self.blocks if isinstance(b.feed_forward, MoEFeedForward)]
         losses = [part.auxiliary_loss() for part in parts]
         return torch.stack(losses).mean() if losses else None
@@ -259,19 +260,19 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return tokens ``(batch, tokens)`` continued by `length` tokens, one drawn after another.
+        """Return `x` continued by `length` sampled tokens.
 
-        Where the context is full, the second half of it is read again, as a new beginning.
+        When the context is full, restart from its second half.
 
         Args:
-            x: The tokens to continue, at least one each.
+            x: The tokens to continue ``(batch, tokens)``, at least one per sequence.
             length: How many tokens to add.
-            temperature: Of the draws; 0 takes the most probable token.
-            generator: Random generator of the draws.
+            temperature: Sampling temperature; 0 always takes the most probable token.
+            generator: Random generator for sampling.
         """
         if x.shape[1] == 0 or temperature < 0:
             raise ValueError(
-                "There must be a token to continue, and `temperature` must be at least 0, got "
+                "`x` must have at least one token and `temperature` must be at least 0, got "
                 f"{x.shape[1]} tokens and {temperature}."
             )
         cache, unread = KeyValueCache(), x[:, -self.context :]

@@ -1,4 +1,4 @@
-"""What gates do, by unit and class, in one epoch and over a training run."""
+"""Gate activity by unit and class, in one snapshot and over a training run."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates.protocol import GateLike, deployed_gate, gate_layers
 
-BINS = 20  # of the histogram of p over [0, 1]
+BINS = 20  # bins of the histogram of p over [0, 1]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GateActivity(Metric):
     """
 
     full_state_update = False
-    classes: Tensor  # (classes,), samples
+    classes: Tensor  # (classes,), samples per class
     rows: Tensor  # (gates,)
     opened: Tensor  # (blocks of all gates,)
     probability: Tensor  # (blocks of all gates,)
@@ -111,8 +111,8 @@ class GateActivity(Metric):
         for index, (name, gate) in enumerate(self.gates.items()):
             if gate.gate is None or gate.probability is None:
                 raise RuntimeError(
-                    f"Gate {name!r} took no part in the forward pass: let the net use it, or name "
-                    "the other gates with `layers`."
+                    f"Gate {name!r} did not run in the last forward pass: use it in the net, or "
+                    "exclude it with `layers`."
                 )
             mask = deployed_gate(gate) if training else gate.gate.detach() != 0
             is_open = mask.float().reshape(-1, mask.shape[-1])
@@ -229,7 +229,7 @@ class GateHistory:
         self._stride = 1
 
     def add(self, entry: HistoryEntry) -> Literal["kept", "thinned", "skipped"]:
-        """Add an entry; return whether it was kept, others were dropped too, or it was skipped."""
+        """Add an entry; return whether it was kept or skipped, or the history was thinned."""
         self.last = entry
         self._seen += 1
         if (self._seen - 1) % self._stride:
@@ -264,7 +264,7 @@ class GateHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by `state_dict`."""
-        saved = state["entries" if "entries" in state else "looks"]  # the name in 0.2
+        saved = state["entries" if "entries" in state else "looks"]  # the key in version 0.2
         entries = [HistoryEntry(**entry) for entry in saved]
         self.entries, self.last = entries[: state["kept"]], entries[-1] if entries else None
         self._seen, self._stride = state["seen"], state["every"]
@@ -384,7 +384,7 @@ class ActivityCorrelation(Metric):
             self.samples.reshape(-1), self.means.reshape(-1, 2), self.moments.reshape(-1, 2, 2)
         )
         covariance, variances = moments[0, 1], moments.diagonal()
-        # Variance from rounding alone counts as constant.
+        # Treat variance that comes only from rounding as constant.
         constant = (variances <= 1e-10 * samples * means.square().clamp_min(1e-12)).any()
         correlation = covariance / variances.prod().sqrt()
         return {
@@ -403,7 +403,7 @@ def _merge(samples: Tensor, means: Tensor, moments: Tensor) -> tuple[Tensor, Ten
     return total, mean, moments.sum(0) + between
 
 
-_MAX_CLASSES = 2048  # more, as of a large vocabulary, are not told apart
+_MAX_CLASSES = 2048  # with more, such as a large vocabulary, no rates by class
 
 
 class Snapshot:
@@ -411,7 +411,7 @@ class Snapshot:
 
     Args:
         gates: The gates, by name.
-        training: Whether they are training passes, where gates may be soft or sampled.
+        training: Whether these are training passes, where gates may be soft or sampled.
     """
 
     def __init__(self, gates: dict[str, GateLike], training: bool = False) -> None:
@@ -435,7 +435,7 @@ class Snapshot:
             count = FlopRecorder(pl_module)
             try:
                 self._count = count.__enter__()
-            except RuntimeError as error:  # hooks of torch's scripted modules, for example
+            except RuntimeError as error:  # for example, hooks on scripted modules
                 reason = " ".join(str(error).split())[:200]
                 rank_zero_warn(f"The MACs of the whole net cannot be counted ({reason}).")
 
@@ -447,7 +447,7 @@ class Snapshot:
 
     @torch.no_grad()
     def update(self, pl_module: Any, batch: Any, outputs: Any = None) -> None:
-        """Add the last forward pass, over this batch."""
+        """Add the last forward pass, which used this batch."""
         samples = _samples(batch)
         self.stop_counting(samples)
         target, logits = _target(batch), None if self.training else _logits(outputs)
@@ -469,7 +469,7 @@ class Snapshot:
     def _correlate(self, pl_module: Any, logits: Tensor) -> None:
         gates = [gate for gate in self.gates.values() if gate.input_dependent]
         masks: list[Any] = [gate.gate for gate in gates]
-        if logits.shape[-1] < 2 or not masks:  # one number says nothing about hardness
+        if logits.shape[-1] < 2 or not masks:  # hardness needs at least two logits
             return
         if any(mask.shape[:-1] != logits.shape[:-1] for mask in masks):
             return
@@ -519,10 +519,10 @@ class Snapshot:
 
 
 def _target(batch: Any) -> Tensor | None:
-    """Return the labels if the second item of the batch is a vector of integers.
+    """Return the labels in a batch, or None.
 
-    If it is a table of the tokens that follow those of the first item, the class of a token is the
-    token itself.
+    Labels are a vector of integers in the second item. If the second item holds the next tokens of
+    the first, as in a language model, the class of a token is the token itself.
     """
     x, target = batch[:2] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (None, None)
     if not isinstance(target, Tensor) or target.is_floating_point():
@@ -534,7 +534,7 @@ def _target(batch: Any) -> Tensor | None:
 
 
 def _positions(gates: Iterable[GateLike]) -> int:
-    """Return the length of a sequence if gates decide by position; 0 if not."""
+    """Return the length of a sequence if gates decide by position, otherwise 0."""
     masks = [gate.gate for gate in gates if gate.gate is not None]
     lengths = {mask.shape[1] if mask.ndim == 3 else 0 for mask in masks if mask.ndim > 1}
     return lengths.pop() if len(lengths) == 1 else 0

@@ -60,7 +60,7 @@ def gate_figure(
         _draw_classes(axes["class"], gate, class_names)
     if image is not None:
         axes["image"].imshow(image.numpy(), cmap=_COLOURS, vmin=0, vmax=1)
-        axes["image"].set(title="open, as the input", xticks=[], yticks=[])
+        axes["image"].set(title="open rate, as the input", xticks=[], yticks=[])
     if "names" in axes:
         _draw_names(axes["names"], gate, feature_names or [])
     rate = gate.g.mean().item()
@@ -99,7 +99,7 @@ def render_rgb(figure: "Figure") -> Any:
 
 def _draw_time(axis: Any, layer: str, history: Sequence[HistoryEntry]) -> None:
     rows = torch.stack([entry.g[layer] for entry in history], -1)  # (blocks, entries)
-    # Sorted by open rate; the position of a unit has no meaning.
+    # Sort by open rate, because the position of a unit has no meaning.
     order = rows.mean(-1).argsort(descending=True, stable=True)
     axis.imshow(
         rows[order].numpy(), cmap=_COLOURS, vmin=0, vmax=1, aspect="auto", interpolation="nearest"

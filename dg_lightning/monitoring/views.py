@@ -42,23 +42,23 @@ class GateTables:
     | `units.csv` | a unit or block in a snapshot: mean p, and g, the share of samples opening it |
     | `histogram.csv` | a gate in a snapshot: share of all p by bin, named by its lower edge |
     | `classes.csv` | a unit in the last snapshot: the share of each class that opens it |
-    | `positions.csv` | a position in the last snapshot: the share that is open there |
+    | `positions.csv` | a position in the last snapshot: the share of blocks open there |
     | `inputs.csv` | an input gate: shape of a sample, names of its features |
     | `collapse.csv` | a verdict of `CollapseDetector` |
     | `watched.csv` | a gate that `CollapseDetector` watches |
 
-    Units and histograms are kept for at most 100 snapshots: in a longer run for every second,
+    Units and histograms are kept for at most 100 snapshots. Longer runs keep every second,
     fourth, ... and the last one.
 
     Args:
-        folder: Folder of the tables; created with the first one.
+        folder: Folder of the tables, created when the first one is written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def begin(self, entries: Sequence[HistoryEntry], layers: Sequence[Mapping[str, Any]]) -> None:
-        """Start new tables, with the earlier rows of a resumed run."""
+        """Start new tables, which include the earlier rows of a resumed run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("classes", "collapse", "inputs", "positions"):
             self._path(name).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class GateTables:
         return self.folder / f"{name}.csv"
 
     def _write(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        # Atomic rename: a report may read while a run is writing.
+        # Atomic rename, because a report may read while a run writes.
         temporary = self.folder / f".{name}.{os.getpid()}"
         with temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(map(csv_cell, row) for row in [columns, *rows])
@@ -175,7 +175,7 @@ _SUMMARIES = {
 }
 _AXIS = "trainer/global_step"
 _GROUPS = (
-    *("train", "val", "test", "compute", "gates", "collapse", "routing", "rewire"),
+    *("train", "val", "test", "compute", "gates", "collapse", "routing", "rewiring"),
     *("tasks", "dormant"),
 )
 
@@ -204,7 +204,8 @@ def supports_images(logger: Any) -> bool:
 def show_pictures(logger: Any, key: str, figures: Mapping[str, "Figure"], step: int) -> None:
     """Log figures as images to W&B, TensorBoard, MLflow or Comet.
 
-    In W&B they share one panel under the key; elsewhere the key of each ends with its name.
+    In W&B they share one panel under the key; in other loggers each has its own key, which ends
+    with its name.
     """
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
@@ -275,7 +276,7 @@ def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
 
 
 def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: bool) -> None:
-    """Publish a stand-alone validation or test, without history, under its own name."""
+    """Publish a separate validation or test under its own name, without history."""
     name, history = f"gates_{trainer.state.fn.value}", GateHistory()
     epoch, step = trainer.current_epoch, logged_step(trainer)
     rows = snapshot.layer_rows(epoch, step, history)
@@ -293,7 +294,7 @@ def send_pictures(trainer: Any, key: str, snapshot: Snapshot, history: GateHisto
     """Draw every gate for the loggers that support images."""
     loggers = [logger for logger in trainer.loggers if supports_images(logger)]
     if loggers and not has_matplotlib():
-        rank_zero_info("Pictures of gates need matplotlib: pip install matplotlib")
+        rank_zero_info("Figures of gates need matplotlib: pip install matplotlib")
         return
     data = getattr(trainer, "datamodule", None)
     figures = {}
@@ -340,7 +341,7 @@ def watched_gates(callbacks: Iterable[Any]) -> list[str]:
 
 
 def log_scalar(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:
-    """Log a value that every rank has, on the module's device as NCCL requires."""
+    """Log a value that all ranks have, from the module's device, as NCCL requires."""
     tensor = torch.tensor(value, dtype=torch.float32, device=pl_module.device)
     pl_module.log(key, tensor, prog_bar=prog_bar, sync_dist=True)
 

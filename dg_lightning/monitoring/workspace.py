@@ -1,4 +1,4 @@
-"""Saved W&B workspace: panels of open rates, heat maps, accuracy against MACs, collapse."""
+"""W&B workspace with open rates, heat maps, accuracy against MACs, and collapse."""
 
 import json
 import urllib.error

@@ -1,4 +1,4 @@
-"""Sparse connectivity: densities, structures, drop and grow, masks on layers; without Lightning."""
+"""Sparse connectivity without Lightning: densities, structures, rewiring and layer masks."""
 
 from .drop_and_grow import (
     DropSchedule,

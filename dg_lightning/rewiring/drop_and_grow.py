@@ -1,4 +1,4 @@
-"""New masks from scores: which connections are dropped and grown, how many, and when."""
+"""Choose new masks from scores: which connections to drop and grow, how many, and when."""
 
 import math
 import re
@@ -22,12 +22,15 @@ _N_OF_M = re.compile(r"([1-9]\d*):([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a layer's connections.
+    """Structure of the connections of a layer.
 
     Args:
-        kind: `unstructured`: single weights, one group. `block:16`: squares of 16 x 16 weights, one
-            group. `2:4`: 2 of every 4 consecutive inputs of an output. `fan_in`: the same number of
-            inputs for every output.
+        kind: `unstructured` for single weights. `block:16` for blocks of 16 x 16 weights. `2:4` for
+            2 of every 4 consecutive inputs of an output. `fan_in` for the same number of inputs for
+            every output.
+
+    Raises:
+        ValueError: If `kind` is none of these.
 
     >>> Structure("2:4").density
     0.5
@@ -43,55 +46,55 @@ class Structure:
             valid = match is None or int(match[1]) <= int(match[2])
         if not valid:
             raise ValueError(
-                "`structure` must be unstructured, fan_in, block:<size> as in block:16, or "
-                f"<n>:<m> as in 2:4, got {self.kind!r}."
+                "`structure` must be unstructured, fan_in, block:<size> (e.g. block:16) or "
+                f"<n>:<m> (e.g. 2:4), got {self.kind!r}."
             )
 
     @property
     def block(self) -> int:
-        """Side of the blocks."""
+        """Side length of the blocks."""
         match = _BLOCK.fullmatch(self.kind)
         return 1 if match is None else int(match[1])
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
-        """N and M."""
+        """N and M of an N:M structure, or None."""
         match = _N_OF_M.fullmatch(self.kind)
         return None if match is None else (int(match[1]), int(match[2]))
 
     @property
     def density(self) -> float | None:
-        """The density that it prescribes, if any."""
+        """The density that the structure prescribes, or None."""
         return None if self.n_of_m is None else self.n_of_m[0] / self.n_of_m[1]
 
     def check_layer(self, name: str, layer: nn.Module) -> None:
-        """Raise if a layer does not fit this structure."""
+        """Raise ValueError if a layer does not fit this structure."""
         weight = cast(Tensor, layer.weight)
         rows, columns = weight.shape[0], weight[0].numel()
         transposed = isinstance(layer, TRANSPOSED)
         if transposed and (self.kind == "fan_in" or self.n_of_m is not None):
             raise ValueError(
-                f"`structure={self.kind!r}` is by outputs, and the weight of {name}, a transposed "
-                "convolution, is laid out by inputs: leave the layer out with `layers`."
+                f"`structure={self.kind!r}` does not support transposed convolutions, whose inputs "
+                f"come first in the weight, got {name}: exclude the layer with `layers`."
             )
         if self.block > 1 and (rows % self.block or columns % self.block):
             raise ValueError(
-                f"`structure={self.kind!r}` needs sizes that {self.block} divides, {name} has "
-                f"{rows} x {columns}: choose another size, or leave the layer out with `layers`."
+                f"`structure={self.kind!r}` needs sizes divisible by {self.block}, but {name} is "
+                f"{rows} x {columns}: use another size, or exclude the layer with `layers`."
             )
         if self.n_of_m is not None and columns % self.n_of_m[1]:
             raise ValueError(
-                f"`structure={self.kind!r}` needs a number of inputs that {self.n_of_m[1]} "
-                f"divides, {name} has {columns}: leave the layer out with `layers`."
+                f"`structure={self.kind!r}` needs a number of inputs divisible by "
+                f"{self.n_of_m[1]}, but {name} has {columns}: exclude the layer with `layers`."
             )
 
     def note_on(self, sparsity: object) -> str | None:
-        """Return a note if this structure prescribes another sparsity."""
+        """Return a note if this structure overrides the sparsity, otherwise None."""
         if self.density is None or sparsity == 1 - self.density:
             return None
         return (
-            f"leaves out {1 - self.density:.0%} of the weights, as `structure={self.kind!r}` says; "
-            f"`sparsity={sparsity}` is not used."
+            f"removes {1 - self.density:.0%} of the weights because of `structure={self.kind!r}` "
+            f"and ignores `sparsity={sparsity}`."
         )
 
     def has(self, mask: Tensor) -> bool:
@@ -103,7 +106,7 @@ class Structure:
         return bool((counts == (counts[0] if self.n_of_m is None else self.n_of_m[0])).all())
 
     def groups(self, values: Tensor) -> Tensor:
-        """Arrange values of at least 0 as ``(groups, members)``; a block has their sum."""
+        """Arrange nonnegative values as ``(groups, members)``. A block holds its sum."""
         matrix = values.flatten(1)
         if self.block > 1:
             return self._blocks(matrix).sum((1, 3)).reshape(1, -1)
@@ -112,13 +115,13 @@ class Structure:
         return matrix if self.kind == "fan_in" else matrix.reshape(1, -1)
 
     def masks(self, mask: Tensor) -> Tensor:
-        """Arrange a mask as ``(groups, members)``; a block is set if any of its weights is."""
+        """Arrange a mask as ``(groups, members)``. A block is set if any of its weights is."""
         if self.block > 1:
             return self._blocks(mask.flatten(1)).any(3).any(1).reshape(1, -1)
         return self.groups(mask)
 
     def ungroup(self, mask: Tensor, like: Tensor) -> Tensor:
-        """Return a mask ``(groups, members)`` in the shape of the weight."""
+        """Expand a mask ``(groups, members)`` to the shape of the weight."""
         if self.block > 1:
             rows, columns = like.shape[0] // self.block, like[0].numel() // self.block
             blocks = mask.reshape(rows, 1, columns, 1)
@@ -126,10 +129,10 @@ class Structure:
         return mask.reshape(like.shape)
 
     def count(self, weight: Tensor, density: float) -> int:
-        """Return the number of members that each group keeps, at least one."""
+        """Return how many members each group keeps, at least one."""
         members = self.groups(torch.empty_like(weight, device="meta")).shape[1]
         share = density if self.density is None else self.density
-        # As torch.nn.utils.prune rounds: what goes, not what stays.
+        # Round the number of removed members, like torch.nn.utils.prune.
         return max(1, members - round((1 - share) * members))
 
     def _blocks(self, matrix: Tensor) -> Tensor:
@@ -137,20 +140,23 @@ class Structure:
         return matrix.reshape(rows // self.block, self.block, columns // self.block, self.block)
 
 
-_SAMPLED = 2**14  # scores that bounds are estimated from
+_SAMPLED = 2**14  # scores sampled to estimate bounds
 _IN_CACHE = 2**17  # scores that fit into a CPU cache
 
 
 def largest(
     scores: Tensor, count: int, among: Tensor | None = None, allowed: int | None = None
 ) -> Tensor:
-    """Mark the `count` largest scores of a whole tensor; of equal ones the first win.
+    """Mark the `count` largest scores of a tensor. Among equal scores, the first win.
 
     Args:
         scores: Scores of any shape.
-        count: How many.
-        among: Which ones may be marked, bool; all when None.
-        allowed: How many those are, if known: counting them waits for the device.
+        count: Number of scores to mark.
+        among: Bool mask of the scores that may be marked, or None for all.
+        allowed: Number of scores that may be marked, if known. Counting them synchronises.
+
+    Raises:
+        ValueError: If more scores are requested than may be marked.
 
     >>> largest(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
@@ -169,12 +175,12 @@ def largest(
 
 
 def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: float) -> Tensor:
-    """Do the same with numpy, without a full sort, which takes a fraction of the time.
+    """Mark the largest scores with numpy, without a full sort.
 
-    A sample gives bounds for the smallest score that is in, so that only scores between them are
-    sorted. If the bounds turn out wrong, all scores are.
+    A sample of the scores gives bounds for the smallest marked score, so that only scores between
+    the bounds are partitioned. If the bounds turn out wrong, all scores are.
     """
-    halves = scores.dtype in (torch.bfloat16, torch.float16)  # which numpy does not have or sorts
+    halves = scores.dtype in (torch.bfloat16, torch.float16)  # unsupported or slow in numpy
     values = (scores.float() if halves else scores).flatten().numpy()
     allowed = None if among is None else among.flatten().numpy()
     low, high = _bounds(values, allowed, share)
@@ -204,7 +210,7 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
 
 
 def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
-    """Estimate bounds of the smallest value among a share of the largest ones."""
+    """Estimate bounds of the smallest value in the given share of largest values."""
     step = len(values) // _SAMPLED | 1
     sample = values[::step] if allowed is None else values[::step][allowed[::step]]
     sample = np.sort(sample)
@@ -218,7 +224,7 @@ def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
 
 
 def largest_in_rows(scores: Tensor, counts: Tensor) -> Tensor:
-    """Mark in each row of a matrix its own number of largest scores; of equal ones the first win.
+    """Mark the `counts` largest scores of each row. Among equal scores, the first win.
 
     >>> largest_in_rows(torch.tensor([[1, 3, 2], [5, 5, 4]]), torch.tensor([2, 1])).tolist()
     [[False, True, True], [True, False, False]]
@@ -233,12 +239,12 @@ DropShape: TypeAlias = Literal["cosine", "linear", "constant"]
 
 @dataclass
 class DropSchedule:
-    """Updates every so many steps, which drop a share of connections that falls over time.
+    """Schedule of rewiring updates, which drop a decreasing share of connections.
 
     Args:
-        every_n_steps: Optimizer steps from one update to the next.
-        drop_fraction: The share of connections that the first update drops.
-        drop_shape: How that share falls until the last update.
+        every_n_steps: Optimizer steps between updates.
+        drop_fraction: The initial share of connections to drop.
+        drop_shape: How the share decreases until the last update.
         until: When updates end.
 
     >>> schedule = DropSchedule(100, drop_fraction=0.3, drop_shape="cosine", until="50%")
@@ -265,7 +271,7 @@ class DropSchedule:
         check_duration("until", self.until)
 
     def resolve(self, clock: Clock, name: str = "It") -> str | None:
-        """Resolve durations, when training starts; return a warning if there will be no update."""
+        """Resolve durations at the start of training. Return a warning if no update will happen."""
         self.last_step = clock.steps(self.until, "until")
         end = self.drop_fraction if self.drop_shape == "constant" else 0.0
         shape = "linear" if self.drop_shape == "constant" else self.drop_shape
@@ -274,22 +280,22 @@ class DropSchedule:
         if self.last_step > self.every_n_steps:
             return None
         return (
-            f"{name} never rewires: its interval is {self.every_n_steps} steps, and "
-            f"it stops before step {self.last_step}; lower `every_n_steps` or raise `until`."
+            f"{name} never rewires: the interval is {self.every_n_steps} steps, but updates end "
+            f"before step {self.last_step}. Lower `every_n_steps` or raise `until`."
         )
 
     def is_due(self, step: int, last: int) -> bool:
-        """Return True if an update is due after a step; the one before was after step `last`."""
+        """Return True if an update is due after `step`. The previous check was after `last`."""
         due = step // self.every_n_steps > last // self.every_n_steps
         return due and step < self.last_step
 
 
 class OpenRates:
-    """Open rates of the units around each linear map, over the micro-batches of a step.
+    """Open rates of the units around each layer, over the micro-batches of a step.
 
     Args:
         module: The module.
-        layers: The layers to track, of which those without gates are left out.
+        layers: The layers to track. Layers without gates are skipped.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -297,11 +303,11 @@ class OpenRates:
         maps = [m for m in linear_maps(module) if m.linear in wanted]
         self.gates = {m.linear: m for m in maps if m.is_gated}
         self._step: int | None = None
-        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # of shares, over micro-batches
+        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # sum of shares and micro-batches
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Add the last forward pass to a step; another step starts afresh."""
+        """Add the last forward pass to the rates of a step. A new step resets them."""
         if step != self._step:
             self._step, self._sums = step, {}
         for linear, linear_map in self.gates.items():
@@ -312,22 +318,22 @@ class OpenRates:
                 self._sums[linear] = (share[..., *kernel] + total, count + 1)
 
     def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
-        """Return the share of samples with both ends open, which broadcasts to a layer's weight.
+        """Return the share of samples with both ends open, by layer.
 
-        `mean` is over ranks.
+        The shares broadcast to the layer's weight. `mean` averages over ranks.
         """
         return {linear: mean(total / count) for linear, (total, count) in self._sums.items()}
 
 
 def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-    """Return the share of samples with both ends open, from ``(samples, units)`` of each."""
+    """Return the share of samples with both ends open, from ``(samples, units)`` for each end."""
     if outputs is None:
         assert inputs is not None
         return inputs.mean(0)
     if inputs is None:
         return outputs.mean(0).unsqueeze(-1)
     if min(len(outputs), len(inputs)) == 1 or len(outputs) != len(inputs):
-        # One end is the same for all samples, or rows are not the same samples.
+        # One end is equal for all samples, or the rows belong to different samples.
         return outputs.mean(0).unsqueeze(-1) * inputs.mean(0)
     return outputs.T @ inputs / len(inputs)
 
@@ -340,7 +346,7 @@ def _open_units(gate: GateLike) -> Tensor | None:
 
 
 def largest_mask(scores: Tensor, density: float, structure: Structure | None = None) -> Tensor:
-    """Keep the largest scores of a layer, as many as the density says in every group.
+    """Return a mask of the largest scores of a layer, with the given density in each group.
 
     >>> largest_mask(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), 0.5).tolist()
     [[True, True, False, False]]
@@ -363,20 +369,20 @@ def drop_and_grow(
     exclude_just_dropped: bool = False,
     total: int | None = None,
 ) -> Tensor:
-    """Drop the share of connections with the smallest scores, and grow as many others.
+    """Drop the connections with the smallest scores, and grow as many others.
 
-    The smallest are taken from the whole layer; each group grows as many as it has lost. What was
-    just dropped may grow again, and then counts as kept: a layer that has its best connections
-    already does not change.
+    Connections are dropped across the whole layer, and each group grows as many as it has lost.
+    Dropped connections may grow again immediately and then count as kept, so a layer that already
+    has its best connections does not change.
 
     Args:
-        mask: The connections, bool.
-        keep_scores: Scores of the connections that exist, at least 0.
-        grow_scores: Scores of the candidates, at least 0.
-        drop_fraction: The share that is dropped.
-        structure: The structure that connections keep to.
-        exclude_just_dropped: Whether dropped connections may not grow again at once.
-        total: The number of connections or blocks, if known: counting them waits for the device.
+        mask: Bool mask of the connections.
+        keep_scores: Nonnegative scores of existing connections.
+        grow_scores: Nonnegative scores of candidates.
+        drop_fraction: The share of connections to drop.
+        structure: The structure of the connections.
+        exclude_just_dropped: Whether dropped connections cannot grow again in the same update.
+        total: Number of connections or blocks, if known. Counting them synchronises.
 
     >>> mask = torch.tensor([[True, True, False, False]])
     >>> weights, gradients = torch.tensor([[1.0, 9, 0, 0]]), torch.tensor([[0.0, 0, 5, 7]])

@@ -1,4 +1,4 @@
-"""Initial masks: which layers become sparse, how dense each is, and masks of other packages."""
+"""Initial masks: choose sparse layers and their densities, and import existing masks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,12 +28,12 @@ Distribution: TypeAlias = Literal["uniform", "er", "erk"]
 def densities(
     shapes: Mapping[str, Sequence[int]], density: float, distribution: Distribution = "erk"
 ) -> dict[str, float]:
-    """Share a total density out over layers, by the shapes of their weights.
+    """Distribute a total density over layers by the shapes of their weights.
 
-    `uniform` gives all the same. `er` gives a layer a density in proportion to
-    ``(in + out) / (in * out)``, so that small layers stay dense; `erk` has the sizes of a
-    convolution's kernel in the sum and the product too. A layer that would need a density above 1
-    is made dense, and the others are solved again, so that the total is what was asked for.
+    `uniform` gives all layers the same density. `er` uses densities proportional to
+    ``(in + out) / (in * out)``, so that small layers stay dense. `erk` includes the kernel sizes of
+    a convolution in the sum and the product. A layer that would exceed a density of 1 becomes
+    dense, and the others are rescaled to keep the total.
 
     (Evci, Gale, Menick, Castro, Elsen: "Rigging the Lottery: Making All Tickets Winners",
     arXiv:1911.11134.)
@@ -65,12 +65,12 @@ def densities(
 def check_sparsity(
     sparsity: float | Mapping[str, float], distribution: Distribution, layers: Sequence[str] | None
 ) -> None:
-    """Refuse values that make no sense, or not together."""
+    """Validate sparsity settings and their combination."""
     for value in sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= value < 1:
             raise ValueError(f"`sparsity` must be in [0, 1), got {value}.")
     if isinstance(sparsity, Mapping) and layers is not None:
-        raise ValueError("`sparsity` by layer names the layers: leave `layers` out.")
+        raise ValueError("`layers` needs a single `sparsity`, got a dict: name layers in its keys.")
     if distribution not in ("uniform", "er", "erk"):
         raise ValueError(f"`distribution` must be uniform, er or erk, got {distribution!r}.")
 
@@ -78,7 +78,7 @@ def check_sparsity(
 def layer_densities(
     layers: Mapping[str, Any], sparsity: float | Mapping[str, float], distribution: Distribution
 ) -> dict[str, float]:
-    """Return the density of each layer, for one sparsity of all or for one by name pattern."""
+    """Return the density of each layer, from a total sparsity or one per name pattern."""
     if isinstance(sparsity, Mapping):
         values = values_by_pattern("sparsity", sparsity, layers, 0.0)
         return {name: 1 - value for name, value in zip(layers, values, strict=True)}
@@ -91,13 +91,13 @@ def _raw(shape: Sequence[int], distribution: Distribution) -> float:
     return sum(axes) / math.prod(axes)
 
 
-STATE = "connections"  # where a callback's state has its layers
+STATE = "connections"  # key of the layers in a callback's state
 
 
 def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of the weights that torch.nn.utils.prune has pruned, by layer.
+    """Return the masks of weights pruned with torch.nn.utils.prune, by layer.
 
-    Take them before `prune.remove`, which makes the zeros permanent and forgets the mask.
+    Call this before `prune.remove`, which makes the zeros permanent and deletes the masks.
 
     >>> from torch.nn.utils import prune
     >>> net = nn.Sequential(nn.Linear(4, 2))
@@ -117,18 +117,18 @@ def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
 def import_pruned(
     checkpoint: str | Path | Mapping[str, Any], zeros: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read a model that torch.nn.utils.prune or Lightning's ModelPruning has pruned.
+    """Read a model pruned by torch.nn.utils.prune or Lightning's ModelPruning.
 
     Returns plain weights, which load strictly into the unpruned module, and the masks by layer.
-    Hand the masks to `StaticSparse`, `RigL` or another sparse callback with `set_initial_masks`.
+    Pass the masks to `StaticSparse`, `RigL` or another sparse callback with `set_initial_masks`.
 
     Args:
         checkpoint: A checkpoint's path or content, or a state dict.
-        zeros: Whether a weight matrix with zeros and without a mask is taken as pruned where it is
-            0: all that is left of a pruning that was made permanent.
+        zeros: Whether to derive missing masks from the zeros of weight matrices. Permanent pruning
+            leaves only zeros.
 
     Raises:
-        ValueError: If there is no mask in it.
+        ValueError: If the checkpoint has no masks, or cannot be read.
     """
     content: Any = _loaded(checkpoint)
     state: Mapping[str, Tensor] = content.get("state_dict", content)
@@ -136,7 +136,7 @@ def import_pruned(
     masks: dict[str, Tensor] = {}
     for key, value in state.items():
         layer, _, kind = key.rpartition(".")
-        if kind.endswith("_orig"):  # biases can be pruned too
+        if kind.endswith("_orig"):  # biases may be pruned too
             plain = kind.removesuffix("_orig")
             mask = state[f"{layer}.{plain}_mask"]
             weights[f"{layer}.{plain}"] = value * mask
@@ -148,8 +148,8 @@ def import_pruned(
                 masks[plain_name(layer)] = value != 0
     if not masks:
         raise ValueError(
-            "There is no mask in the checkpoint: a pruning that was made permanent leaves zeros "
-            "only, which `zeros=True` takes for the mask."
+            "The checkpoint has no mask. If its pruning was made permanent, use `zeros=True` to "
+            "derive masks from zeros."
         )
     return weights, masks
 
@@ -165,14 +165,14 @@ def saved_masks(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Announce the masks of a module's layers, for the compute ledger."""
+    """Set the masks of a module's layers, for the compute ledger."""
     for name, child in module.named_modules():
         mask = masks.get(plain_name(name))
         if mask is None:
             continue
         announced = connection_mask(child)
         if announced is not None and announced.shape == mask.shape:
-            announced.copy_(mask)  # a callback may hold it
+            announced.copy_(mask)  # in place, because a callback may hold it
         else:
             weight: Any = child.weight
             announced = mask.to(weight.device)
@@ -180,7 +180,7 @@ def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 def forget_masks(module: nn.Module) -> bool:
-    """Remove the announced masks of all layers; return True if there were any."""
+    """Remove the masks of all layers. Return True if there were any."""
     sparse = [child for child in module.modules() if connection_mask(child) is not None]
     for child in sparse:
         set_connections(child, None)
@@ -196,8 +196,8 @@ def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:
         raise
     except (RuntimeError, ValueError, EOFError, LookupError, OSError, UnpicklingError) as error:
         raise ValueError(
-            f"{str(checkpoint)!r} holds no masks that can be read: give a checkpoint of tensors "
-            "and plain values."
+            f"Cannot read masks from {str(checkpoint)!r}: give a checkpoint with only tensors and "
+            "plain values."
         ) from error
 
 
@@ -211,10 +211,11 @@ def sparse_layers(
 ) -> dict[str, nn.Module]:
     """Return linear and convolution layers by name pattern, each weight once.
 
-    Without patterns, frozen layers are left out.
+    Without patterns, frozen layers are skipped. Layers in `without` are always skipped.
 
     Raises:
-        ValueError: If there is none, a pattern fits none, or a weight is not a plain parameter.
+        ValueError: If no layer remains, a pattern matches nothing, or a weight is not a plain
+            parameter.
     """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules(remove_duplicate=False):
@@ -224,8 +225,8 @@ def sparse_layers(
             found[plain_name(name)] = child
     if not found:
         raise ValueError(
-            f"There is no layer to make sparse in {type(module).__name__}: nn.Linear or nn.Conv* "
-            "are looked for, outside of gates and not frozen."
+            f"There is no layer to make sparse in {type(module).__name__}: it needs an nn.Linear "
+            "or nn.Conv* that is trainable and not part of a gate."
         )
     chosen: dict[str, nn.Module] = {}
     for name, child in filter_by_name(found, layers, "layer").items():
@@ -234,9 +235,9 @@ def sparse_layers(
     for name, child in chosen.items():
         if "weight" not in dict(child.named_parameters(recurse=False)):
             raise ValueError(
-                f"The weight of {name} is not a plain parameter: make a pruning permanent with "
-                "torch.nn.utils.prune.remove (and take its masks along with masks_of_pruned), "
-                "remove the parametrization, or leave the layer out with `layers`."
+                f"The weight of {name} is not a plain parameter: make pruning permanent with "
+                "torch.nn.utils.prune.remove (save its masks with masks_of_pruned first), remove "
+                "the parametrization, or exclude the layer with `layers`."
             )
     return chosen
 
@@ -251,7 +252,7 @@ def generator_for(seed: int | None, name: str, step: int, device: torch.device) 
 def initial_mask(
     weight: Tensor, density: float, structure: Structure, generator: torch.Generator | None
 ) -> Tensor:
-    """Return a random mask, or without a generator that of the largest weights."""
+    """Return a random mask, or a mask of the largest weights if there is no generator."""
     if generator is None:
         return largest_mask(weight.detach().abs(), density, structure)
     scores = torch.rand(weight.shape, generator=generator, device=weight.device)
@@ -259,12 +260,16 @@ def initial_mask(
 
 
 def masks_of(state: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the masks in the saved state of a sparse callback, which must be of these layers."""
+    """Return the masks in the saved state of a sparse callback.
+
+    Raises:
+        RuntimeError: If they belong to other layers.
+    """
     masks = saved_masks({"callbacks": {"": state}})
     if set(masks) != set(layers):
         raise RuntimeError(
-            f"The checkpoint has masks of {', '.join(masks)}, this run makes "
-            f"{', '.join(layers)} sparse: give the same layers."
+            f"The checkpoint has masks for {', '.join(masks)}, but the sparse layers of this run "
+            f"are {', '.join(layers)}: use the same layers."
         )
     return masks
 
@@ -272,39 +277,49 @@ def masks_of(state: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, T
 def given_masks(
     layers: Mapping[str, Any], masks: Mapping[str, Tensor] | None, path: str | None, name: str
 ) -> Mapping[str, Tensor]:
-    """Return the given masks, else those of the checkpoint at a path, else those of the layers."""
+    """Return the given masks, those of the checkpoint at `path`, or those of the layers.
+
+    The first of these that is available wins.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint at `path`.
+    """
     if masks is not None:
         return masks
     if path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(
-                f"`masks` must be a checkpoint file, there is none at {path}: give the "
-                "path of one, or leave it out."
+                f"`masks` must be the path of a checkpoint file, but there is none at {path}: "
+                "correct the path, or omit it."
             )
         return saved_masks(path) or import_pruned(path)[1]
     found = {n: m for n, layer in layers.items() if (m := connection_mask(layer)) is not None}
     if found:
-        rank_zero_info(f"{name} goes on with the masks of the model.")
+        rank_zero_info(f"{name} continues with the masks of the model.")
     return found
 
 
 def check_masks(
     masks: Mapping[str, Tensor], layers: Mapping[str, Any], structure: Structure
 ) -> dict[str, Tensor]:
-    """Return the masks of layers among given ones; raise if one is missing or does not fit."""
+    """Return the given masks for the layers.
+
+    Raises:
+        ValueError: If a mask is missing or does not fit its layer or the structure.
+    """
     if not masks:
         return {}
     for name, layer in layers.items():
         if name not in masks or masks[name].shape != layer.weight.shape:
             had = f"of shape {tuple(masks[name].shape)}" if name in masks else "missing"
             raise ValueError(
-                f"The mask of {name} must have shape {tuple(layer.weight.shape)}, it is {had}; "
-                f"there are masks of {', '.join(masks)}: name these layers, or give all masks."
+                f"The mask of {name} must have shape {tuple(layer.weight.shape)}, but it is {had}. "
+                f"Masks were given for {', '.join(masks)}: choose these layers, or give all masks."
             )
         if not structure.has(masks[name]):
             raise ValueError(
-                f"The mask of {name} does not keep to `structure={structure.kind!r}`: give one "
-                "that does, or leave the structure out."
+                f"The mask of {name} must have `structure={structure.kind!r}`, but does not: give "
+                "another mask, or omit the structure."
             )
     return {name: masks[name] for name in layers}
 
@@ -315,15 +330,15 @@ def sample_masks(
     structure: Structure,
     seed: int | None,
 ) -> dict[str, Tensor]:
-    """Make the first masks of layers: random ones with a seed, else of the largest weights."""
+    """Return initial masks: random with a seed, otherwise of the largest weights."""
     masks = {}
     for name, layer in layers.items():
         weight: nn.Parameter = layer.weight
         zeros = float((weight == 0).float().mean())
         if zeros > max((1 - densities[name]) / 2, 0.01):
             rank_zero_warn(
-                f"{zeros:.0%} of the weights of {name} are already 0, but no mask was given: if "
-                "the model was sparse, pass its masks with `masks` or `set_initial_masks`."
+                f"{zeros:.0%} of the weights of {name} are already 0, but no mask was given. If "
+                "the model is sparse, pass its masks with `masks` or `set_initial_masks`."
             )
         generator = None if seed is None else generator_for(seed, name, 0, weight.device)
         masks[name] = initial_mask(weight, densities[name], structure, generator)

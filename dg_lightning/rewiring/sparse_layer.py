@@ -1,4 +1,4 @@
-"""A sparse layer: its mask, applied to weight and optimizer state, and its figures."""
+"""Sparse layers: apply masks to weights and optimizer state, and report figures."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _AS_INTEGERS = {
 
 
 def zero_outside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Set the entries of tensors to 0 where their mask, bool and of the same shape, is not set.
+    """Zero the entries of tensors outside of their masks, which are bool and of equal shape.
 
     >>> values = torch.tensor([1.0, torch.inf])
     >>> zero_outside([(values, torch.tensor([True, False]))])
@@ -35,19 +35,19 @@ def zero_outside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if integers is None:
             values.detach().masked_fill_(~mask, 0)
         else:
-            # As integers: their product with 0 is 0 and with 1 the same bits. On a CPU a third of
-            # the time of `masked_fill_`; a product of floats would turn inf into NaN.
+            # Integer products with 0 or 1 are exact, but a product of floats would turn inf into
+            # NaN. On a CPU this takes a third of the time of `masked_fill_`.
             values.detach().view(integers).mul_(mask.view(torch.uint8))
 
 
-_SAMPLED = 2**16  # positions whose history is followed, for the share that was ever explored
+_SAMPLED = 2**16  # maximum number of positions tracked for the explored share
 
-# Optimizers that leave a weight of 0 alone if its gradient and state are 0; a subclass may not.
+# Optimizers that keep a weight of 0 if its gradient and state are 0. Subclasses may not.
 WEIGHT_BY_WEIGHT = frozenset({
     optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
     optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 })  # fmt: skip
-# State that does not start at 0: its name, and the setting that it starts with.
+# Optimizer state that does not start at 0: its name, and the option with its initial value.
 _STARTS = {
     optim.Adagrad: {"sum": "initial_accumulator_value"},
     optim.Rprop: {"step_size": "lr"},
@@ -55,17 +55,17 @@ _STARTS = {
 
 
 class SparseLayer:
-    """A layer with a mask of the connections that exist.
+    """A layer with a mask of existing connections.
 
-    The weight stays a plain parameter that holds exact zeros, and its gradient stays dense, so that
-    it tells what a missing connection would do. The mask is announced on the layer
-    (`gates.set_connections`), and is changed in place.
+    The weight remains a plain parameter with exact zeros. Its gradient remains dense, so it also
+    scores missing connections. The mask is set on the layer (`gates.set_connections`) and changed
+    in place.
 
     Args:
         name: The layer's name.
         layer: A linear or convolution layer.
-        mask: The connections that exist, bool, of the shape of the weight.
-        structure: The structure that they keep to.
+        mask: Bool mask of existing connections, in the shape of the weight.
+        structure: The structure of the connections.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class SparseLayer:
         self.structure = structure or Structure()
         self.weight = cast(nn.Parameter, layer.weight)
         self.mask = mask.to(self.weight.device, copy=True)
-        self.changed_at = 0  # the last step after which connections changed, or should have
-        self.churn = 0.0  # the share of connections that the last change has made
+        self.changed_at = 0  # last step with a change or an attempted change
+        self.churn = 0.0  # share of connections added by the last change
         self._stride = _even_stride(self.mask.numel(), self.mask[0].numel())
         self._explored = self._sample(self.mask).clone()
         self._take(self._counts(self.mask).tolist())
@@ -89,7 +89,7 @@ class SparseLayer:
         return self.count == self.mask.numel()
 
     def move(self) -> None:
-        """Follow the weight to its device."""
+        """Move the mask to the device of the weight."""
         device = self.weight.device
         self.mask, self._explored = self.mask.to(device), self._explored.to(device)
         set_connections(self.layer, self.mask, self.count)
@@ -100,22 +100,22 @@ class SparseLayer:
             zero_outside([(self.weight, self.mask)])
 
     def clean(self, optimizer: Optimizer) -> None:
-        """Reset missing connections after a step: their weight, and state that is not 0 then."""
+        """Reset the weights of missing connections after a step, and their state if necessary."""
         self.apply()
         if type(optimizer) not in WEIGHT_BY_WEIGHT:
             reset_state(optimizer, self.weight, keep=self.mask)
 
     def check_not_replaced(self, live: Collection[nn.Module] | None = None) -> None:
-        """Raise if the layer has got another weight, or is not among the modules that live."""
+        """Raise RuntimeError if the weight was replaced or the layer is not in `live`."""
         if self.layer.weight is not self.weight or (live is not None and self.layer not in live):
             raise RuntimeError(
-                f"The weight of {self.name} was replaced during training, as by "
-                "torch.nn.utils.prune, and its mask no longer holds: change it in place, or leave "
-                "the layer out with `layers`."
+                f"The weight of {self.name} was replaced during training (for example by "
+                "torch.nn.utils.prune), so its mask is invalid: change it in place, or exclude the "
+                "layer with `layers`."
             )
 
     def rewired_mask(self, keep: Tensor, grow: Tensor, fraction: float, exclude: bool) -> Tensor:
-        """Return a mask with other connections, see `drop_and_grow`; protected ones stay."""
+        """Return a rewired mask that keeps protected connections, see `drop_and_grow`."""
         protected = protected_mask(self.layer)
         if protected is not None:
             keep = keep + protected * (keep.max() + 1)
@@ -125,11 +125,11 @@ class SparseLayer:
         return drop_and_grow(self.mask, keep, grow, fraction, self.structure, exclude, blocks)
 
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
-        """Take a new mask, see `change_connections`."""
+        """Apply a new mask, see `change_connections`."""
         change_connections({self: mask}, optimizer)
 
     def _counts(self, mask: Tensor) -> Tensor:
-        """Return the figures of a new mask, on its device."""
+        """Count connections of a new mask, on its device."""
         matrix = mask.flatten(1)
         explored = self._explored | self._sample(mask)
         made = mask & ~self.mask
@@ -137,7 +137,7 @@ class SparseLayer:
         return torch.stack([torch.count_nonzero(values) for values in counted])
 
     def _take(self, counts: list[int]) -> None:
-        """Keep the figures of the mask."""
+        """Store the counts of the current mask and update the layer."""
         self.count, made, self.dead_inputs, self.dead_outputs, explored = counts
         self.churn = made / max(1, self.count)
         self.explored_share = explored / len(self._explored)
@@ -147,10 +147,10 @@ class SparseLayer:
         return mask.flatten()[:: self._stride]
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that are logged.
+        """Return the figures to log.
 
-        `explored_share` is the share of positions that have ever had a connection (in-time
-        over-parameterization); in a layer of more than 65,536 weights, of an even sample of them.
+        `explored` is the share of positions that have ever had a connection (in-time
+        over-parameterization). Layers with more than 65,536 weights use an even sample of them.
         """
         return {
             "density": self.count / self.mask.numel(),
@@ -165,7 +165,7 @@ class SparseLayer:
         return crc32(pack_mask(self.mask).numpy().tobytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mask, eight connections a byte, and the figures that have a history."""
+        """Return the mask, with eight connections per byte, and figures that depend on the past."""
         return {
             "mask": pack_mask(self.mask),
             "shape": list(self.mask.shape),
@@ -175,7 +175,7 @@ class SparseLayer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore the state from `state_dict`."""
         self.mask.copy_(unpack_mask(state["mask"], state["shape"]))
         self._explored = unpack_mask(state["explored"], self._explored.shape).to(self.mask.device)
         self._take(self._counts(self.mask).tolist())
@@ -189,20 +189,20 @@ def change_connections(
     optimizer: Optimizer | None,
     scores: Sequence[Tensor] = (),
 ) -> bool:
-    """Give layers new masks: new and dropped connections start at 0, all others are not touched.
+    """Apply new masks. Weights of new and dropped connections become 0, others do not change.
 
-    Waits for the device once.
+    This synchronises with the device once.
 
     Args:
-        masks: The new masks.
-        optimizer: The optimizer whose state is reset for connections that change.
-        scores: The scores that the masks rest on.
+        masks: The new mask of each layer.
+        optimizer: The optimizer whose state is reset for changed connections, if any.
+        scores: The scores that the masks are based on.
 
     Returns:
-        False if a score is not finite; nothing has changed then.
+        False if a score is not finite, in which case nothing changes. Otherwise True.
     """
     counts = [layer._counts(mask).double() for layer, mask in masks.items()]
-    # A sum in double precision is finite if and only if all scores are.
+    # A sum in double precision is finite if and only if all scores are finite.
     sums = [score.sum(dtype=torch.float64).reshape(1) for score in scores]
     device = next((value.device for value in (*counts, *sums)), None)
     if device is None:
@@ -219,12 +219,12 @@ def change_connections(
         if optimizer is not None:
             reset_state(optimizer, layer.weight, keep=same)
     if isinstance(optimizer, optim.LBFGS):
-        optimizer.state.clear()  # a history of other connections
+        optimizer.state.clear()  # its history mixes all weights
     return True
 
 
 def parameter_state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state of a parameter that has its shape: one value for each weight."""
+    """Yield the optimizer state of a parameter that has one value per weight."""
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             yield name, value
@@ -232,7 +232,7 @@ def parameter_state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[t
 
 @torch.no_grad()
 def reset_state(optimizer: Optimizer, parameter: nn.Parameter, keep: Tensor) -> None:
-    """Reset the optimizer's state of the weights outside of `keep` to what it starts with.
+    """Reset the optimizer state of weights outside of `keep` to its initial value.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
@@ -253,7 +253,7 @@ def reset_state(optimizer: Optimizer, parameter: nn.Parameter, keep: Tensor) -> 
 
 
 def _even_stride(positions: int, columns: int) -> int:
-    """Return the stride of a sample of positions, row by row, that visits all columns evenly."""
+    """Return a stride that samples flattened positions and visits all columns evenly."""
     stride = math.ceil(positions / _SAMPLED)
     while math.gcd(stride, columns) > 1 and stride > 1:
         stride += 1
@@ -261,7 +261,7 @@ def _even_stride(positions: int, columns: int) -> int:
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """Pack a mask, eight entries a byte.
+    """Pack a mask with eight entries per byte.
 
     >>> pack_mask(torch.tensor([True, False, True])).tolist()
     [160]
@@ -270,6 +270,6 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, shape: Any) -> Tensor:
-    """Unpack a mask that `pack_mask` has packed."""
+    """Inverse of `pack_mask`, with the given shape."""
     values = np.unpackbits(bits.cpu().numpy(), count=math.prod(shape))
     return torch.from_numpy(values.astype(bool)).reshape(tuple(shape))

@@ -1,4 +1,4 @@
-"""Fast inference of trained nets: plain layers, skipped blocks and export."""
+"""Fast inference with trained nets: plain layers, skipped blocks and export."""
 
 from dg_lightning.runtime.export import export
 from dg_lightning.runtime.lowering import (

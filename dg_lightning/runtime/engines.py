@@ -1,12 +1,12 @@
-"""Engines: implementations of a gated feed-forward of which each sample needs only some blocks.
+"""Engines: implementations of a gated feed-forward that may skip closed blocks.
 
     y = W₂ (g ∘ act(W₁ x + b₁)) + b₂,  or  W₂ (g ∘ act(W₁ x + b₁) ∘ (W₃ x + b₃)) + b₂
 
-An open g is 1, or p of a gate that scales.
+An open gate g is 1, or p if the gate scales.
 
-All return the same outputs and gradients, with one exception: a block that a sample closes is not
-computed, so its gate gets no gradient from that sample (as in a mixture of experts). Only `masked`
-computes it and passes a gradient to closed gates.
+All engines return the same outputs and gradients, with one exception: a block that a sample closes
+is not computed, so its gate gets no gradient from that sample (as in a mixture of experts). Only
+`masked` computes closed blocks and gives closed gates a gradient.
 """
 
 import threading
@@ -50,12 +50,12 @@ def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     """Return an activation that can be applied block by block, not in place.
 
     Raises:
-        ValueError: If it may mix units, have parameters or draw random numbers.
+        ValueError: If the activation may mix units, have parameters or draw random numbers.
     """
     if type(activation) not in _ELEMENTWISE or "forward" in vars(activation):
         raise ValueError(
-            "Engines that skip blocks need an elementwise activation of torch.nn without "
-            f"parameters and chance, got {activation}: use engine='masked'."
+            "Engines that skip blocks need an elementwise, deterministic activation of torch.nn "
+            f"without parameters, got {activation}: use engine='masked'."
         )
     if getattr(activation, "inplace", False):
         activation = copy(activation)
@@ -65,16 +65,16 @@ def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 
 @dataclass(frozen=True, eq=False)
 class FeedForward:
-    """Linear maps with gated units between them: ``W₂ (g * act(W₁ x + b₁)) + b₂``.
+    """Linear layers with gated units between them: ``W₂ (g * act(W₁ x + b₁)) + b₂``.
 
-    With `other`, activated outputs are multiplied by those of another map (SwiGLU).
+    With `fc1_gate`, activated units are multiplied by the outputs of a third layer (SwiGLU).
 
     Args:
-        first: Weight ``(units, inputs)`` and bias of the map whose outputs are gated.
+        fc1: Weight ``(units, inputs)`` and bias of the layer whose outputs are gated.
         activation: Elementwise nonlinearity applied to its outputs.
-        second: Weight ``(outputs, units)`` and bias of the map that reads them.
+        fc2: Weight ``(outputs, units)`` and bias of the layer that reads the gated units.
         block_size: Number of adjacent units that share a gate.
-        other: Weight and bias of the other map that makes units, shaped like the first.
+        fc1_gate: Weight and bias of the third layer, shaped like those of `fc1`.
         scaled: Whether open gates may differ from 1.
     """
 
@@ -102,7 +102,7 @@ class FeedForward:
 
     @property
     def up_projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The maps that make units."""
+        """Weights and biases of the layers that produce units."""
         return [self.fc1] if self.fc1_gate is None else [self.fc1, self.fc1_gate]
 
     @property
@@ -122,7 +122,7 @@ class FeedForward:
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block and multiply by the gate: the reference."""
+    """Compute every block and multiply by the gate, as the reference."""
     units = net.activation(F.linear(x, *net.fc1))
     if net.fc1_gate is not None:
         units = units * F.linear(x, *net.fc1_gate)
@@ -131,14 +131,14 @@ def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block, without gradients for closed gates, as in engines that skip them."""
+    """Compute every block, but give closed gates no gradient, as if skipped."""
     if gate.requires_grad:
         gate = torch.where(gate != 0, gate, gate.detach())
     return masked(x, gate, net)
 
 
 def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Multiply each block with the samples that open it, block by block."""
+    """Multiply each block with the samples that open it."""
     if not torch.is_grad_enabled():
         return _run_blocks_without_grad(x, gate, net)
     fc1_gate = net.fc1_gate or (None, None)
@@ -154,8 +154,8 @@ def _run_blocks_without_grad(x: Tensor, gate: Tensor, net: FeedForward) -> Tenso
         for weight, bias in net.up_projections
     ]
     second_in_blocks = fc2.split(size, 1)
-    # `addmm` writes the bias to memory before the product. Adding it afterwards would round twice
-    # in half precision, and cost a launch on a GPU.
+    # `addmm` first writes the bias to memory, so adding it later saves time on a CPU. In half
+    # precision this would round twice, and on a GPU it would cost a launch.
     adds_later = not x.is_cuda and x.dtype.itemsize > 2
     is_open = gate != 0
     block_of, sample = is_open.t().nonzero().unbind(1)
@@ -226,7 +226,7 @@ _buffers = threading.local()
 def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
     """Return a temporary tensor; on a CPU its memory is reused by later calls.
 
-    Otherwise the system would zero newly allocated pages, which takes a good part of the time of
+    Otherwise the operating system would zero newly allocated pages, which takes long compared with
     the products.
     """
     size = rows * width
@@ -240,7 +240,7 @@ def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """The tensors of a gated feed-forward, or something about each: its gradient, if wanted."""
+    """One entry per tensor of a gated feed-forward: the tensor, its gradient, or a flag."""
 
     x: Any = None
     gate: Any = None
@@ -253,7 +253,7 @@ class Operands(NamedTuple):
 
 
 class _RunBlocks(torch.autograd.Function):
-    """Written by hand: autograd would fill a full-size gradient for every block."""
+    """Manual backward pass, since autograd would fill a full-size gradient for every block."""
 
     @staticmethod
     def forward(
@@ -333,10 +333,10 @@ class _RunBlocks(torch.autograd.Function):
 
 
 def check_no_double_backward() -> None:
-    """Raise in a backward pass with `create_graph=True`."""
-    if torch.is_grad_enabled():  # in a backward pass, only with `create_graph`
+    """Raise RuntimeError in a backward pass with `create_graph=True`."""
+    if torch.is_grad_enabled():  # disabled in a backward pass without `create_graph`
         raise RuntimeError(
-            "A net that skips blocks has no second derivatives: use engine='masked' for those."
+            "A net that skips blocks has no second derivatives: use engine='masked' to get them."
         )
 
 
@@ -384,7 +384,7 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def _sum_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """Sum the weights ``(units, outputs)`` of a sample's units, times their values.
+    """Sum the weights ``(units, outputs)`` of one sample's units, times the units' values.
 
     Units at exactly 0 are skipped: about half of them after a ReLU.
     """

@@ -1,4 +1,4 @@
-"""Export of plain nets to files that run without dg_lightning, verified after writing."""
+"""Export plain nets to files that run without dg_lightning, and verify them."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ class Exported:
     Args:
         files: The written files; the first one is the net.
         difference: Largest difference from the masked net, relative to its largest output.
-        run: Runs the net loaded from the file.
+        run: Function that runs the net loaded from the file.
     """
 
     files: list[Path]
@@ -52,39 +52,42 @@ def export(
     x: Tensor | None = None,
     preparation: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write a plain net, load it again, and compare it with the original net.
+    """Export a plain net, and compare the loaded file with the original net.
 
     Args:
         net: The trained net with its gates.
         made: Its plain form, from `plain_net`.
-        format: `safetensors`: weights with their recipe, and a Python file that loads them without
-            dg_lightning. `pt2`: a `torch.export` program. `onnx`.
-        output: The file; a missing suffix is added.
-        x: Inputs to compare on; random ones for a `GatedMLP` if None.
-        preparation: How data becomes inputs: features, scaling and classes; stored in the file as
+        format: `safetensors` (weights with their recipe, and a Python file that loads them without
+            dg_lightning), `pt2` (a `torch.export` program) or `onnx`.
+        output: The file to write. A missing suffix is added.
+        x: Inputs to compare on, random by default for a `GatedMLP`.
+        preparation: How data becomes inputs (features, scaling, classes), stored in the file as
             JSON under `preparation`.
 
     Raises:
-        RuntimeError: If the loaded net differs.
-        OSError: If the file cannot be written; an existing file is left unchanged.
+        RuntimeError: If the outputs of the loaded net differ.
+        OSError: If the file cannot be written. An existing file is not changed.
     """
     if format not in _SUFFIXES:
         raise ValueError(f"`format` must be one of {', '.join(_SUFFIXES)}, got {format!r}.")
     if not output.name:
-        raise ValueError(f"`output` must be a file, got {str(output)!r}: give its name too.")
+        raise ValueError(f"`output` must be a file, got {str(output)!r}: add a file name.")
     suffix = _SUFFIXES[format]
     if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
         other = output.suffix.removeprefix(".")
-        raise ValueError(f"{output} is to be {format}: give --format {other}, or a file *{suffix}.")
+        raise ValueError(
+            f"The suffix of {output} is not that of {format}: use --format {other}, or a file "
+            f"*{suffix}."
+        )
     if output.is_dir():
-        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
+        raise ValueError(f"`output` must be a file, got a folder, {str(output)!r}: add a name.")
     output = output if output.suffix == suffix else output.with_name(output.name + suffix)
     companions = _companion_files(output, made) if format == "safetensors" else {}
     small = copy.deepcopy(made.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
     if x is None:
         if not isinstance(net, GatedMLP):
-            raise TypeError(f"For a {type(net).__name__}, give inputs to compare on as `x`.")
+            raise TypeError(f"`x` is needed for a {type(net).__name__}: pass inputs to compare on.")
         x = check_inputs(made, net)
     x = x.cpu().float()
     writer = {"safetensors": _safetensors, "pt2": _pt2, "onnx": _onnx}[format]
@@ -95,13 +98,13 @@ def export(
         except Exception as error:  # writers raise different errors for a full disk
             if not isinstance(error, OSError) and "os error" not in str(error).lower():
                 raise
-            raise OSError(f"{output} cannot be written ({error}): name another place.") from error
+            raise OSError(f"{output} cannot be written ({error}): use another path.") from error
         difference = _difference(_load_runner(format, unfinished), masked, x)
         if not difference < _TOLERANCE:
             raise RuntimeError(
-                f"What would be {output} differs from the trained net by {difference:.1e} of its "
-                f"largest output, more than {_TOLERANCE:.0e}, and is not kept: please report it "
-                "with the checkpoint."
+                f"{output} was not written: it differs from the trained net by {difference:.1e} of "
+                f"the largest output, more than {_TOLERANCE:.0e}. Please report this with the "
+                "checkpoint."
             )
     for path, text in companions.items():
         write_text(path, text)
@@ -115,20 +118,20 @@ def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -
 
 
 def _companion_files(output: Path, made: PlainNet) -> dict[Path, str]:
-    """Return the files beside the weights; refuse to overwrite files that are not ours."""
+    """Return the files to write next to the weights; refuse to overwrite foreign files."""
     loader = Path(plain.__file__).read_text("utf-8")
     recipe = json.dumps({"format": 1, "steps": made.steps}, indent=2) + "\n"
     texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}
     for path, text in texts.items():
         start = text.splitlines()[0]
         if path.exists() and not path.read_text("utf-8", "replace").startswith(start):
-            raise ValueError(f"{path} is there already and not ours: export to another folder.")
+            raise ValueError(f"{path} exists and was not exported: export to another folder.")
     return texts
 
 
 @torch.no_grad()
 def check_inputs(made: PlainNet, net: GatedMLP, samples: int = _SAMPLES) -> Tensor:
-    """Sample inputs for which no gate is so close to its threshold that rounding decides."""
+    """Sample inputs for which rounding cannot open or close a gate."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4 * samples, net.in_features, generator=generator)
     is_stable = torch.ones(len(x), dtype=torch.bool)
@@ -152,8 +155,8 @@ def check_inputs(made: PlainNet, net: GatedMLP, samples: int = _SAMPLES) -> Tens
         hook.remove()
     if not is_stable.any():
         raise ValueError(
-            "Some gate stands on its edge for every input that was tried, so rounding decides what "
-            "the net says: train it first, or give inputs to compare on as `x`."
+            "Every sampled input lies at a gate threshold, so rounding decides the outputs: train "
+            "the net first, or pass inputs to compare on as `x`."
         )
     return x[is_stable][:samples]
 
@@ -169,7 +172,7 @@ def _safetensors(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extr
 def _pt2(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(net, (x,), dynamic_shapes=({0: batch},))
-    content = io.BytesIO()  # torch would abort the process if it cannot write a file
+    content = io.BytesIO()  # torch aborts the process if it cannot write a file
     torch.export.save(program, content, extra_files={"preparation": extra})
     path.write_bytes(content.getvalue())
 

@@ -1,4 +1,4 @@
-"""Triton kernels on packed rows (see `packing_kernels`): products, activations, sums."""
+"""Triton kernels on packed rows (see `triton_engine.Packing`): products, activations, sums."""
 
 import triton
 import triton.language as tl
@@ -81,7 +81,7 @@ def product(
         column = within // height
         block = tl.sum((end <= tile * ROWS).to(tl.int32), 0)
         r = tile * ROWS + tl.arange(0, ROWS)
-        # Padding rows read any sample; their result is never used.
+        # Padding rows read sample 0, and their result is never used.
         source = tl.maximum(tl.load(sample + r), 0) if GATHERS else r
         n = column * COLUMNS + tl.arange(0, COLUMNS)
         k = tl.arange(0, DEPTH)
@@ -140,7 +140,7 @@ def activate(
     COLUMNS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Make units of the products of each row: ``g act(raw) value``."""
+    """Compute units from the products of each row: ``g act(raw) value``."""
     b = tl.arange(0, BLOCKS)
     end = tl.load(ends + b, mask=b < blocks, other=2147483647)
     rows = tl.load(ends + blocks - 1)
@@ -162,7 +162,7 @@ def activate(
 
 @triton.jit
 def gather(x, sample, ends, out, blocks, width, x_stride, COLUMNS: tl.constexpr):
-    """Copy the sample of each row; padding rows are 0."""
+    """Copy the sample of each row; fill padding rows with 0."""
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.load(ends + blocks - 1)
     row = tl.program_id(0)
@@ -194,9 +194,9 @@ def activation_backward(
     COLUMNS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Propagate a gradient back through gate and activation, in place, and to `value`.
+    """Propagate a gradient through gate and activation in place, and to `value`.
 
-    With `SUMS`, also compute the gradient of each row's gate: the sum of units * gradient.
+    With `SUMS`, also compute the gradient of each row's gate, the sum of units * gradient.
     """
     b = tl.arange(0, BLOCKS)
     end = tl.load(ends + b, mask=b < blocks, other=2147483647)
@@ -234,7 +234,7 @@ def activation_backward(
 def sum_blocks(
     packed, ends, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Sum the rows of each block; several programs each sum a part of them."""
+    """Sum the rows of each block; several programs each sum a share of them."""
     block = tl.program_id(0)
     part = tl.program_id(2)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -294,10 +294,10 @@ def decide(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute p and the hard gate of a tile of samples, and count the open ones of each block.
+    """Compute p and hard gates of a tile of samples, and count open samples per block.
 
     The float32 weight is split into two half-precision parts, which keeps at least 16 bits of its
-    mantissa; sums are in float32.
+    mantissa. Sums are in float32.
     """
     tile = tl.program_id(0)
     n = tile * TILE + tl.arange(0, TILE)
@@ -353,7 +353,7 @@ def assign_rows(
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Replace counts by the first row of each tile of samples; mark padding rows with -1.
+    """Replace counts by the first row of each sample tile; mark padding rows with -1.
 
     Runs as one program, because there are few counts. `TILES` is at least `tiles`.
     """

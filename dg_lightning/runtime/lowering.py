@@ -1,8 +1,8 @@
 """Lower a trained GatedMLP to a smaller net of plain layers, chosen by measured speed.
 
-A unit is removed if its static gate is closed, if no weight reads it, or if it has no inputs (its
-constant output is then added to the bias of the next layer). Batch norms are folded into adjacent
-weights. The original net is not changed.
+A unit is removed if its static gate is closed, if the next layer does not use it, or if it has no
+inputs. In the last case its constant output is added to the bias of the next layer. Batch norms are
+folded into adjacent weights. The original net is not changed.
 """
 
 import copy
@@ -27,7 +27,7 @@ _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh:
 
 
 class PrunableLinear:
-    """Weight and bias of a linear map, in float32 or wider, whose units can be removed."""
+    """Weight and bias of a linear layer, in float32 or wider, with removable units."""
 
     def __init__(self, linear: nn.Linear) -> None:
         weight = linear.weight.detach().cpu()
@@ -44,7 +44,7 @@ class PrunableLinear:
 
 
 class Layer:
-    """A layer while it is lowered: its weights, and the units to remove.
+    """A layer that is being lowered: its weights, and the units to remove.
 
     Args:
         name: Name of the layer.
@@ -64,12 +64,12 @@ class Layer:
         linear = layer if isinstance(layer, nn.Linear) else layer.linear
         self.linear = PrunableLinear(linear)
         self.removed = torch.zeros(len(self.linear.weight), dtype=torch.bool)
-        self.rare = self.removed.clone()  # below `min_usage`
+        self.rare = self.removed.clone()  # units used less than `min_usage`
         self.gate_maps: list[PrunableLinear] = []
         self.activation: nn.Module = nn.Identity()
         self.norm: nn.LayerNorm | None = None
         self.gate: Gate | None = None
-        self.value = torch.ones(len(self.removed))  # what a static gate multiplies units by
+        self.value = torch.ones(len(self.removed))  # factor of a static gate
         if isinstance(layer, nn.Linear):
             return
         self.activation = layer.activation
@@ -83,12 +83,12 @@ class Layer:
         if gate is None:
             return
         if not isinstance(gate, Gate):
-            raise TypeError(f"{name}: only our gates can be lowered, got a {type(gate).__name__}.")
+            raise TypeError(f"{name}: only a Gate can be lowered, got a {type(gate).__name__}.")
         self.gate = gate
         if gate.input_dependent and not isinstance(gate, DynamicGate):
             raise TypeError(
-                f"{name}: of gates that depend on the input only a DynamicGate can be lowered, got "
-                f"a {type(gate).__name__}."
+                f"{name}: an input-dependent gate must be a DynamicGate to be lowered, got a "
+                f"{type(gate).__name__}."
             )
         if isinstance(gate, DynamicGate):
             self.gate_maps = [PrunableLinear(m) for m in gate.network if isinstance(m, nn.Linear)]
@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def consumers(self) -> list[PrunableLinear]:
-        """The maps that read the layer's input."""
+        """The linear layers that read the layer's input."""
         return [self.linear, *self.gate_maps[:1]]
 
     def kept_units(self, multiple: int) -> Tensor:
@@ -125,8 +125,8 @@ class Layer:
             recipe.units[self.name] = (len(self.removed), len(kept))
         elif self.norm is not None and self.removed.any():
             recipe.notes.append(
-                f"{self.name}: all {len(self.removed)} units stay, {int(self.removed.sum())} of "
-                "them closed: a layer norm reads all."
+                f"{self.name}: all {len(self.removed)} units are kept, although "
+                f"{int(self.removed.sum())} are closed, because a layer norm reads them."
             )
         for consumer in after.consumers:
             consumer.weight = consumer.weight[:, kept]
@@ -176,13 +176,13 @@ class Inputs:
     def __init__(self, net: GatedMLP, first: Layer) -> None:
         self.first = first
         self.width = first.linear.weight.shape[1]
-        self.value = torch.ones(self.width)  # what the gate multiplies inputs by
+        self.value = torch.ones(self.width)  # factor of the input gate
         self.norm: nn.LayerNorm | None = None
         gate = net.input_gate
         if gate is not None:
             if gate.input_dependent:
                 raise TypeError(
-                    "input_gate: only a static gate on the inputs can be lowered, got a "
+                    "input_gate: a gate on the inputs must be static to be lowered, got a "
                     f"{type(gate).__name__}."
                 )
             self.value = static_value(gate)
@@ -203,7 +203,7 @@ class Inputs:
         if self.norm is not None:
             if not (self.value == 1).all():
                 recipe.add("mask", {"mask": self.value.float()}, size=self.width)
-                recipe.notes.append("input_gate: no input is left out: a layer norm reads all.")
+                recipe.notes.append("input_gate: all inputs are kept: a layer norm reads them.")
             recipe.add_norm(self.norm)
             return
         read = torch.stack(
@@ -250,7 +250,7 @@ class Recipe:
 
 
 def static_value(gate: Gate) -> Tensor:
-    """Return what a static gate multiplies units by when deployed, 0 where it is closed."""
+    """Return a deployed static gate's factor for each unit, 0 if closed."""
     h = torch.zeros(1, device=gate.temperature.device)  # ignored by static gates
     p = open_probability(gate.logits(h) / gate.temperature, gate.policy).detach()
     g = hard_gate(p, gate.threshold, gate.k, gate._floor)
@@ -258,7 +258,7 @@ def static_value(gate: Gate) -> Tensor:
 
 
 def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
-    """Return the wanted indices, at least one, padded with others to a multiple."""
+    """Return the wanted indices, at least one, and others to fill up a multiple."""
     count = max(int(wanted.sum()), 1)
     count = min(-(-count // multiple) * multiple, len(wanted))
     order = (~wanted).int().argsort(stable=True)
@@ -266,7 +266,7 @@ def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
 
 
 def _batch_norm_affine(norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
-    """Return scale and shift of a batch norm in evaluation mode."""
+    """Return the scale and shift of a batch norm in evaluation mode."""
     if norm.running_mean is None or norm.running_var is None:
         raise TypeError("A batch norm without running statistics cannot be folded.")
     wide = torch.promote_types(norm.running_var.dtype, torch.float32)
@@ -285,9 +285,9 @@ class PlainNet:
 
     Args:
         net: The net, made of plain layers.
-        steps: Its recipe, see `plain.build`.
-        units: Number of inputs and of units of each layer, before and after.
-        notes: What could not be removed, and why.
+        steps: Its recipe, see `plain.build_plain`.
+        units: Numbers of inputs and of units per layer, before and after.
+        notes: Remarks, such as why units could not be removed.
     """
 
     net: nn.Sequential
@@ -312,9 +312,9 @@ def plain_net(
         usage: Fraction of samples that open each block of a dynamic gate, by hidden layer name, see
             `block_usage`.
         min_usage: Blocks used less often are removed, which changes the function.
-        selects_inputs: Whether to drop unread inputs before the first layer; otherwise their
+        selects_inputs: Whether to drop unused inputs before the first layer. Otherwise their
             weights are 0, which is faster if selecting takes longer than multiplying.
-        multiple: Round widths up to a multiple of this by keeping some idle units.
+        multiple: Number whose multiples widths are rounded up to, by keeping some idle units.
 
     Raises:
         TypeError: If the net is not a `GatedMLP`.
@@ -326,17 +326,17 @@ def plain_net(
     """
     if not isinstance(net, GatedMLP):
         raise TypeError(
-            f"Only a GatedMLP can be lowered to plain layers, got a {type(net).__name__}: "
-            "`dg_lightning.compact` makes any model smaller."
+            f"Only a GatedMLP can be lowered to plain layers, got a {type(net).__name__}: use "
+            "`dg_lightning.compact` for other models."
         )
     usage = usage or {}
     names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]
     if unknown := sorted(set(usage) - set(names)):
-        raise ValueError(f"`usage` names {unknown[0]!r}; there are {', '.join(names)}.")
+        raise ValueError(f"`usage` names {unknown[0]!r}: use {', '.join(names)}.")
     if not 0 <= min_usage <= 1 or (min_usage and not usage):
         raise ValueError(
-            f"`min_usage` must be from 0 to 1, and goes with `usage` (see `block_usage`), got "
-            f"{min_usage} and usage of {len(usage)} layers."
+            f"`min_usage` must be in [0, 1] and needs `usage` (see `block_usage`), got {min_usage} "
+            f"and usage of {len(usage)} layers."
         )
     if multiple < 1:
         raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
@@ -356,7 +356,7 @@ def plain_net(
 
 
 def _remove_idle_units(stack: list[Layer]) -> None:
-    """Mark units that are never read or constant; fold constants and gates into the next layer."""
+    """Mark unused and constant units; fold constants and gates into the next layer."""
     pairs = list(pairwise(stack))
     for layer, after in reversed(pairs):
         for consumer in after.consumers:
@@ -367,7 +367,7 @@ def _remove_idle_units(stack: list[Layer]) -> None:
         if layer.norm is None:
             layer.linear.weight[layer.removed] = 0
     for layer, after in pairs:
-        # A dynamic gate passes a constant for some inputs only.
+        # A dynamic gate passes a constant only for some inputs.
         if layer.gate_maps or layer.norm is not None:
             continue
         constant = ~(layer.linear.weight != 0).any(1) & ~layer.removed
@@ -394,7 +394,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def fastest_plain_net(
     net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
 ) -> PlainNet:
-    """Return the plain net with the lowest measured time, as a geometric mean over batch sizes.
+    """Return the fastest plain net, by the geometric mean of times over batch sizes.
 
     Args:
         net: The net.
@@ -439,13 +439,13 @@ def freeze_if_faster(
 
     Args:
         net: The net.
-        data: Returns batches of inputs and labels, to measure usage and the accuracy lost by
-            freezing; called twice.
+        data: Function that returns batches of inputs and labels, to measure usage and the accuracy
+            lost by freezing. It is called twice.
         batch_sizes: The batch sizes to measure.
-        max_accuracy_drop: Largest acceptable drop in accuracy (R² for numbers) on this data.
+        max_accuracy_drop: Maximum drop in accuracy on this data (R² in regression).
 
     Returns:
-        The net, with frozen gates or not, and its plain form.
+        The net, with or without frozen gates, and its plain form.
     """
     made = fastest_plain_net(net, batch_sizes)
     if not any(step["kind"] == "gated" for step in made.steps):
@@ -456,10 +456,10 @@ def freeze_if_faster(
     if all(seconds["ours"] <= _NOISE * seconds["dense"] for seconds in measured):
         return net, made
     sizes = ", ".join(map(str, batch_sizes))
-    reason = f"Input-dependent gates make it {gains} times as fast as dense at batch size {sizes}."
+    reason = f"Input-dependent gates run at {gains} times the dense speed at batch sizes {sizes}."
     gates = [layer.gate for layer in net.layers() if layer.gate is not None]
     if any(gate.input_dependent and gate.scale is not None for gate in gates):
-        made.notes.append(f"{reason} They stay: they scale units by p, which varies.")
+        made.notes.append(f"{reason} They are kept: they scale units by p, which varies.")
         return net, made
     frozen = freeze_gates(net, block_usage(net, (x for x, _ in data())))
     small = fastest_plain_net(frozen, batch_sizes)
@@ -467,7 +467,7 @@ def freeze_if_faster(
     measure, (before, after) = scores(nets_now, data())
     effect = f"validation {measure} is {before:.2%} with them and {after:.2%} without"
     if before - after > max_accuracy_drop:
-        made.notes.append(f"{reason} They stay: {effect}.")
+        made.notes.append(f"{reason} They are kept: {effect}.")
         return net, made
     small.notes.append(f"{reason} They are frozen: {effect}.")
     return frozen, small
@@ -485,14 +485,14 @@ def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 def scores(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[str, list[float]]:
-    """Return the accuracy of each net, or R² where it has one output, and which of the two."""
+    """Return the name and values of a metric: accuracy, or R² for nets with one output."""
     wanted, given = [], []
     for x, target in data:
         wanted.append(target)
         given.append([run(x) for run in runs])
     target, outputs = torch.cat(wanted), [torch.cat(of) for of in zip(*given, strict=True)]
     if outputs[0].shape[-1] == 1:
-        target, mean = target.double(), target.double().mean()  # centred: sums of squares are exact
+        target, mean = target.double(), target.double().mean()  # keeps sums of squares exact
         values = [output.squeeze(-1).double() - mean for output in outputs]
         return "R²", [float(r2_score(value, target - mean)) for value in values]
     return "accuracy", [float((out.argmax(-1) == target).double().mean()) for out in outputs]
@@ -504,17 +504,17 @@ def freeze_gates(
 ) -> GatedMLP:
     """Return a copy of the net with its dynamic gates frozen to static ones.
 
-    This changes the function that the net computes, often only slightly: many dynamic gates learn
-    to decide alike for every input.
+    This changes the net's function, but often only slightly, because many dynamic gates learn to
+    make the same decision for every input.
 
     Args:
         net: The net.
         usage: Fraction of samples that open each block, by hidden layer, see `block_usage`.
-        least: Blocks used at least this often stay open, the others are closed. The most used ones
-            always stay open, as many as the gate's floor or k requires.
+        least: Blocks used at least this often stay open, and the others are closed. As many of the
+            most used blocks stay open as the gate's floor or k requires.
 
     Raises:
-        TypeError: If the input gate is dynamic, or a gate scales units by a p that varies.
+        TypeError: If the input gate is dynamic, or a gate scales units by a varying p.
     """
     if net.input_gate is not None and net.input_gate.input_dependent:
         raise TypeError("input_gate: only gates of hidden layers can be frozen.")
@@ -529,7 +529,7 @@ def freeze_gates(
         shares = usage.get(name)
         if shares is None or len(shares) != gate.blocks:
             raise ValueError(
-                f"`usage` must have {gate.blocks} shares for {name}, one a block, got "
+                f"`usage` must have {gate.blocks} shares for {name}, one per block, got "
                 f"{'none' if shares is None else len(shares)}: see `block_usage`."
             )
         min_open = max(gate._floor, gate.k or 0, 1)
@@ -566,5 +566,5 @@ def block_usage(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
             count = torch.count_nonzero(gate.gate, 0)
             opened[name] = opened[name] + count if name in opened else count
     if gates and not samples:
-        raise ValueError("Usage is measured on data, and there was none: give some batches.")
+        raise ValueError("`batches` is empty: pass inputs to measure usage on.")
     return {name: count / samples for name, count in opened.items()}

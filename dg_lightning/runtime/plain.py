@@ -1,6 +1,6 @@
 """A net from its recipe: this file needs torch, and safetensors to load; nothing of dg_lightning.
 
-`dg-lightning export --format safetensors` puts a copy of it beside the weights:
+`dg-lightning export --format safetensors` copies this file next to the weights:
 
     from load_net import load
     net = load("model.safetensors")
@@ -49,9 +49,9 @@ class GatedStep(nn.Module):
         activation: Name of the activation.
         norm: Whether a layer norm precedes the activation.
         temperature: Divisor of the logits.
-        shift: Subtracted from the logits after the division.
-        threshold: A gate is open if p is above this.
-        k: Number of open gates, instead of the threshold; None to use the threshold.
+        shift: Offset subtracted from the logits after the division.
+        threshold: A gate is open if p is above this value.
+        k: Number of gates to open instead of using the threshold, or None.
         floor: Minimum number of open gates.
         scaled: Whether open units are multiplied by their p.
     """
@@ -90,11 +90,11 @@ class GatedStep(nn.Module):
         return torch.sigmoid(z / self.temperature - self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the units, 0 where their gate is closed."""
+        """Return the units; those of closed gates are 0."""
         p = self.probability(x)
         is_open = p > self.threshold if self.k is None else torch.zeros_like(p, dtype=torch.bool)
         least = max(self.k or 0, self.floor)
-        # Most samples open enough gates anyway; a traced program cannot check that.
+        # Most samples open enough gates without top-k, but a traced program cannot check that.
         checks = least > 0 and self.k is None and not torch.compiler.is_compiling()
         if least and not (checks and bool((is_open.sum(-1) >= least).all())):
             is_open = is_open | _largest(p, least)
@@ -143,7 +143,7 @@ def load(path: str) -> nn.Sequential:
         recipe = json.loads(about["recipe"])
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if recipe["format"] != 1:
-        raise ValueError(f"{path} has format {recipe['format']}; this file reads format 1.")
+        raise ValueError(f"{path} has format {recipe['format']}, expected 1: export it again.")
     net = build_plain(recipe["steps"])
     net.load_state_dict(weights)
     net.preparation = json.loads(about.get("preparation", "null"))

@@ -1,4 +1,4 @@
-"""Skip the blocks that a gate closes: by a named engine, or by the fastest one."""
+"""Skip the blocks that a gate closes, with a named engine or the fastest one."""
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
@@ -18,27 +18,28 @@ from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton"]
 
-_REMEASURE_AFTER = 1000  # uses; open rates change during training
+_REMEASURE_AFTER = 1000  # uses, because open rates change during training
 _MAX_ROWS_BATCH = 4  # largest batch for the engine `rows`
 _ENGINES = {"dense": dense, "blocks": run_blocks, "rows": run_open_rows}
 
 
 def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
-    """Let every `GatedFeedForward` and `GatedMLP` of a model skip the blocks that are closed.
+    """Make every `GatedFeedForward` and `GatedMLP` of a model skip closed blocks.
 
-    Values stay the same up to rounding. So do gradients of gates that scale (`scale: probability`).
-    Other gates get no gradient from the blocks that they close, so `auto` computes everything while
-    they are trained. In a compiled model everything is computed as before.
+    Outputs stay the same up to rounding. So do gradients of gates that scale (`scale:
+    probability`). Other gates get no gradient from the blocks that they close, so `auto` computes
+    all blocks while they are trained. A compiled model computes all blocks, as before.
 
-    A hidden layer of a `GatedMLP` is skipped if no norm or active dropout follows its product and
-    the gate of the next layer does not depend on the input: it would read the hidden units.
+    Blocks in a hidden layer of a `GatedMLP` are skipped only if no norm or active dropout follows
+    its linear layer, and the gate of the next layer does not depend on the input. Such a gate
+    would read all hidden units.
 
     Args:
         model: The model.
         engine: `auto` measures which engine is fastest for each layer and batch size, including
-            `dense` (all blocks, gradients as with skipping). `masked` computes everything again,
+            `dense` (all blocks, gradients as with skipping). `masked` computes all blocks again,
             and closed gates get gradients. `blocks` multiplies each block with the samples that
-            open it. `rows` reads the weights of open units alone, sample by sample, for a few
+            open it. `rows` reads only the weights of open units, sample by sample, for a few
             samples on a CPU (`blocks` if gradients are needed). `triton` uses CUDA kernels.
             Engines round differently: name one if training must be bitwise reproducible.
 
@@ -52,8 +53,8 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
     found = [m for m in model.modules() if isinstance(m, GatedFeedForward | GatedMLP)]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no GatedFeedForward and no GatedMLP: build it from "
-            "those, whose closed blocks can be skipped."
+            f"`model` must contain a GatedFeedForward or a GatedMLP, got {type(model).__name__}: "
+            "only their blocks can be skipped."
         )
     runner = Runner(engine)
     for index, module in enumerate(found):
@@ -67,9 +68,9 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
 
 @torch.no_grad()
 def lay_out_by_unit(model: nn.Module) -> None:
-    """Store the outgoing weights of each gated unit side by side, for inference on a CPU.
+    """Store each gated unit's outgoing weights contiguously, for inference on a CPU.
 
-    Values and shapes do not change. The engine `rows` then reads memory in one piece.
+    Values and shapes do not change. The engine `rows` then reads contiguous memory.
 
     >>> layer = GatedFeedForward(8, 32)
     >>> lay_out_by_unit(layer)
@@ -88,17 +89,17 @@ def lay_out_by_unit(model: nn.Module) -> None:
 
 
 class Runner:
-    """Runs the open blocks of gated feed-forwards, by the engine that is fastest.
+    """Runs the open blocks of gated feed-forwards with the fastest engine.
 
     Args:
-        engine: `auto` measures engines for each layer and size of batch, and again from time to
-            time, because open rates change; another name is taken as it is.
+        engine: `auto` measures engines for each layer and batch size, and again from time to time,
+            because open rates change. Otherwise, the name of the engine to use.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.was_compiled = False  # whether torch.compile has traced a layer
-        self._fastest: dict[Hashable, dict[Any, Fastest]] = {}  # by layer
+        self._fastest: dict[Hashable, dict[Any, Fastest]] = {}  # measurements by layer
 
     def __call__(
         self,
@@ -119,11 +120,10 @@ class Runner:
         return run_gated(name, x, gate, net)
 
     def may_skip(self, gate: Gate) -> bool:
-        """Return whether the blocks that a gate closes may be skipped.
+        """Return True if the blocks that a gate closes may be skipped.
 
-        A gate that does not scale learns from closed blocks, so `auto` computes them. Past its
-        limit of recompilations, torch.compile runs a model uncompiled, which must not change what
-        is learned.
+        A gate that does not scale learns from closed blocks, so `auto` computes them. At its
+        recompilation limit, torch.compile runs a model uncompiled, which must not change gradients.
         """
         if torch.compiler.is_compiling():
             self.was_compiled = True
@@ -142,18 +142,18 @@ class Runner:
             return "blocks" if self.engine == "rows" and needs_grad else self.engine
         few = len(x) <= _MAX_ROWS_BATCH
         key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.fc1[0].shape)
-        # By layer: one may open all blocks where another closes most.
+        # Per layer, because one may open all blocks while another closes most.
         known = self._fastest.setdefault(layer_id, {})
         if not needs_grad:
-            # Measured again after an evaluation only: checkpointing repeats a training pass, which
-            # must not choose another engine then.
+            # Only an evaluation requests a new measurement: activation checkpointing repeats a
+            # training pass, which must use the same engine both times.
             for old in known.values():
                 old.outdated = old.outdated or old.uses >= _REMEASURE_AFTER
         found = known.get(key)
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if (found is None or found.outdated) and not captured:
             found = known[key] = fastest_engine(x, gate, net, needs_grad)
-        if found is None:  # captured without a run before it
+        if found is None:  # captured without an earlier run
             return candidates(x, needs_grad)[-1]
         found.uses += 1
         return found.captured if captured else found.eager
@@ -176,7 +176,7 @@ class FeedForwardSkipper:
         self.layer_id = layer_id
 
     def __call__(self, layer: GatedFeedForward, h: Tensor) -> Tensor | None:
-        """Return the output of a layer, or None if everything must be computed."""
+        """Return the output of a layer, or None if all blocks must be computed."""
         gate = layer.applied_gate
         if gate is None or not self._applies(layer, gate):
             return None
@@ -186,7 +186,7 @@ class FeedForwardSkipper:
         return out.view(*h.shape[:-1], out.shape[-1])
 
     def _applies(self, layer: GatedFeedForward, gate: Gate) -> bool:
-        own = vars(gate).get("hooks")  # of `add_gates`
+        own = vars(gate).get("hooks")  # hooks of `add_gates`
         parts = gate, layer.fc1, layer.fc1_gate, layer.activation, layer.fc2
         modules = [part for part in parts if isinstance(part, nn.Module)]
         return (
@@ -212,7 +212,7 @@ class MLPSkipper:
     def __call__(self, net: GatedMLP, h: Tensor) -> Tensor:
         """Return the logits for the normalised inputs of the first hidden layer."""
         hidden = list(net.hidden)
-        pre_activation: Tensor | None = None  # of a layer, if the one before it was skipped
+        pre_activation: Tensor | None = None  # set after a layer with skipped blocks
         for index, layer in enumerate(hidden):
             after = hidden[index + 1] if index + 1 < len(hidden) else None
             if pre_activation is not None:
@@ -235,7 +235,7 @@ class MLPSkipper:
             if not isinstance(after, GatedLinear) or not _runs_as(after, GatedLinear):
                 return False
             if after.gate is not None and after.gate.input_dependent:
-                return False  # it reads the hidden units
+                return False  # it reads all hidden units
             following = [after, after.linear]
         return (
             isinstance(gate, Gate)
@@ -254,27 +254,27 @@ class MLPSkipper:
 
 
 def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Return whether a module computes as a class does, not by a `forward` of its own."""
+    """Return True if a module does not override the computation of a class."""
     methods = ["forward", *(["finish"] if cls is GatedLinear else [])]
     same = all(getattr(type(module), m, None) is getattr(cls, m) for m in methods)
     return same and "forward" not in vars(module)
 
 
 def has_hooks(module: nn.Module, owner: object = None) -> bool:
-    """Return True if a module must be called because of hooks, other than those of `owner`."""
+    """Return True if a module has hooks other than those of `owner`, so it must be called."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return any(owner is None or getattr(hook, "__self__", None) is not owner for hook in hooks)
 
 
 def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
-    """Let the gate decide, and compute the open blocks with the named engine."""
+    """Compute the gate, then the open blocks with the named engine."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         if engine == "triton":
             return _run_triton(x, gate, net)
         return _ENGINES[engine](x, gate.decide(x), net)
-    g = gate.decide(x)  # before the inputs are cast: gates compute in float32
+    g = gate.decide(x)  # before casting inputs, since gates compute in float32
     dtype = torch.get_autocast_dtype(kind)
     x, net = x.to(dtype), net.to(dtype)
     with torch.autocast(kind, enabled=False):
@@ -285,7 +285,7 @@ def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
 
 def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
     if not x.is_cuda:
-        raise ValueError(f"The engine triton runs on CUDA, got {x.device}: use 'auto'.")
+        raise ValueError(f"The engine 'triton' needs a CUDA device, got {x.device}: use 'auto'.")
     try:
         from dg_lightning.runtime.triton_engine import decide_by_kernel, run_triton
     except ImportError as error:
@@ -304,7 +304,7 @@ def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None
 
 
 def candidates(x: Tensor, needs_grad: bool) -> list[str]:
-    """List the engines that can run a batch and may be fastest."""
+    """Return the engines that can run a batch and may be the fastest."""
     names = ["dense", "blocks"]
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -320,7 +320,7 @@ def candidates(x: Tensor, needs_grad: bool) -> list[str]:
 
 @dataclass
 class Fastest:
-    """The engine that is fastest where the host launches kernels, and in a CUDA graph."""
+    """The fastest engine when the host launches kernels, and the fastest in a CUDA graph."""
 
     eager: str
     captured: str
@@ -329,11 +329,10 @@ class Fastest:
 
 
 def fastest_engine(x: Tensor, gate: Gate, net: FeedForward, needs_grad: bool) -> Fastest:
-    """Return the engine that is fastest on a batch, including the backward pass if needed."""
+    """Measure which engine is fastest on a batch, with a backward pass if needed."""
     x = x.detach()
     runs = {n: partial(_run_once, n, x, gate, net, needs_grad) for n in candidates(x, needs_grad)}
-    # Measuring must not change what stochastic gates sample afterwards, nor be seen by hooks of
-    # checkpointing.
+    # Measuring must not advance random generators or trigger hooks of activation checkpointing.
     with (
         torch.random.fork_rng([x.device] if x.is_cuda else []),
         saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),

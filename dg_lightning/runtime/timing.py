@@ -1,4 +1,4 @@
-"""Time alternatives; torch.utils.benchmark would import setuptools and look for compilers."""
+"""Time functions without torch.utils.benchmark, which looks for compilers when imported."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-_QUEUED = 6  # calls of a measurement on a GPU, which overlap with launches as in a real loop
+_QUEUED = 6  # calls per measurement on a GPU, so that launches overlap as in a real loop
 
 
 def median_seconds(
@@ -16,13 +16,13 @@ def median_seconds(
     rounds: int = 15,
     min_seconds: float = 0.01,
 ) -> dict[str, float]:
-    """Return the median time per call of each function, measured in turns.
+    """Return the median time per call of each function, measured alternately.
 
     Args:
         runs: The functions, by name.
         device: Device to synchronize before and after each measurement.
         rounds: Number of measurements of each function.
-        min_seconds: Minimum duration of a measurement; calls are repeated to reach it.
+        min_seconds: Minimum duration of a measurement, reached by repeating calls.
     """
     repeats: dict[str, int] = {}
     for name, run in runs.items():
@@ -43,9 +43,10 @@ def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call on the GPU alone, as in a CUDA graph, after a warm-up call.
+    """Return the time of a call on the GPU alone, after a warm-up call.
 
-    Other work keeps the GPU busy while the call is launched.
+    Other work keeps the GPU busy while the call is launched, so launches take no time, as in a CUDA
+    graph.
     """
     run()
     busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""The Triton engine: packed rows, grouped products, activations, a sum; and the way back."""
+"""The Triton engine: forward and backward passes over packed rows of open blocks."""
 
 from functools import lru_cache
 from itertools import pairwise
@@ -15,12 +15,12 @@ from dg_lightning.gates.base import at_least_float32
 from dg_lightning.runtime import kernels
 from dg_lightning.runtime.engines import FeedForward, Operands, check_no_double_backward
 
-ROWS = 128  # per tile
-_MAX_MEMORY_SHARE = 1 / 8  # of the device memory
+ROWS = 128  # rows per tile
+_MAX_MEMORY_SHARE = 1 / 8  # share of device memory for packed rows
 
 
 def descriptor(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:
-    """Return a descriptor of the full matrix, and whether blocks are rows of it."""
+    """Return a descriptor of the full matrix, and whether blocks are ranges of its rows."""
     blocks, width, inner = weight.shape
     block_stride, output_stride, input_stride = weight.stride()
     if input_stride != 1 or output_stride * weight.element_size() % 16 or weight.data_ptr() % 16:
@@ -50,7 +50,7 @@ def tile_sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, int, int,
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs run at a time."""
+    """Return the number of programs that run concurrently."""
     if device.type != "cuda":
         return 4  # Triton interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -62,7 +62,7 @@ def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.dev
 
 
 def most_rows(samples: int, blocks: int) -> int:
-    """Return how many rows there are if all pairs are open; each block is padded."""
+    """Return the number of rows if all pairs are open, with padding for each block."""
     return (samples * blocks // ROWS + blocks) * ROWS
 
 
@@ -81,16 +81,16 @@ def accumulator_dtype(tensor: Tensor) -> Any:
     return tl.float64 if tensor.dtype == torch.float64 else tl.float32
 
 
-_SAMPLES = 64  # per program
+_SAMPLES = 64  # samples per program
 _CHUNK = 64
-_STRIP = 8  # tiles
+_STRIP = 8  # tiles per strip
 
 
 class Packing:
     """Row indices of the open (sample, block) pairs, with products and sums of packed rows.
 
-    If rows for all pairs fit in memory, the host need not know how many are open: it does not
-    synchronize with the device, so the computation can be captured in a CUDA graph.
+    If rows for all pairs fit in memory, the host does not need to know how many are open. It then
+    never waits for the device, and the computation can be captured in a CUDA graph.
 
     Args:
         gate: The gates, ``(samples, blocks)``, nonzero if open.
@@ -129,7 +129,7 @@ class Packing:
 
     @classmethod
     def decide(cls, gate: DynamicGate, x: Tensor) -> "Packing":
-        """Run a linear gate with a threshold in a single kernel, without gradients."""
+        """Run a linear threshold gate in a single kernel, without gradients."""
         linear: Any = gate.network[0]
         tiles = triton.cdiv(len(x), _SAMPLES)
         p, g = (torch.empty(len(x), gate.blocks, device=x.device) for _ in range(2))
@@ -181,14 +181,14 @@ class Packing:
             bias: Bias of each block, ``(blocks, outputs)``.
             gathers: Whether each row reads its sample of `x`.
             activation: Activation applied to the product.
-            gate: What the activated product is multiplied by, ``(samples, blocks)``.
-            value: Rows that it is multiplied by, too.
+            gate: Factors of the activated product, ``(samples, blocks)``.
+            value: Further factors of the activated product, in rows.
         """
         _, width, inner = weight.shape
         columns, depth, warps, stages, has_descriptors = tile_sizes(x.device, x.dtype)
         columns = min(columns, power_of_2(width, 16))
         depth = min(depth, power_of_2(inner, 16))
-        stages = min(stages, max(inner // depth - 1, 2))  # no more than the product needs
+        stages = min(stages, max(inner // depth - 1, 2))  # a short product needs few stages
         even = inner % depth == 0 and width % columns == 0
         described, by_rows = (
             descriptor(weight, columns, depth) if has_descriptors and even else (None, False)
@@ -245,7 +245,7 @@ class Packing:
         Padding must be 0 on one side.
         """
         grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # since torch 2.10
-        aligned = left.shape[1] % 8 == right.shape[1] % 8 == 0  # it needs 16-byte alignment
+        aligned = left.shape[1] % 8 == right.shape[1] % 8 == 0  # to 16 bytes, as it requires
         if grouped_mm is not None and left.is_cuda and left.dtype == torch.bfloat16 and aligned:
             out: Tensor = grouped_mm(left.t(), right, offs=self.ends)
             return out
@@ -284,7 +284,10 @@ class Packing:
     def activate(
         self, raw: Tensor, activation: str, gate: Tensor | None, value: Tensor | None
     ) -> Tensor:
-        """Make units of products; a product that stored both was six times as slow with GELU."""
+        """Compute units from products.
+
+        With GELU, a product kernel that stored both was six times as slow.
+        """
         out = torch.empty_like(raw)
         kernels.activate[self._by_row](
             raw,
@@ -303,7 +306,7 @@ class Packing:
 
     @property
     def _by_row(self) -> tuple[int]:
-        """The programs that share rows."""
+        """Grid of the programs that share the rows."""
         return (min(self.rows, 16 * multiprocessors(self.device)),)
 
     def _row_sizes(self, raw: Tensor) -> dict[str, Any]:
@@ -324,7 +327,7 @@ class Packing:
         value: Tensor | None,
         wants_gate: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Propagate a gradient back through the gate and the activation, in place.
+        """Propagate a gradient through gate and activation, in place.
 
         Returns:
             The gradient of the gate, ``(samples, blocks)``, if `wants_gate`, and that of `value`.
@@ -362,7 +365,7 @@ def _run_packed(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
     if packing is None:
         packing = Packing(gate)
-    # Hidden units, before and after their activation, other units, and outputs.
+    # Each row holds gated units, outputs of `fc2`, and if needed pre-activations and `value`.
     entries = (1 + needs_grad + (net.fc1_gate is not None)) * net.block_size + len(net.fc2[0])
     packing.fit_to_memory(entries * x.element_size())
     scale = gate.detach().contiguous() if net.scaled else None
@@ -393,12 +396,12 @@ def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
 
 
 def activation_name(activation: Any) -> str:
-    """Return the kernels' name of an activation."""
+    """Return the name of an activation in the kernels."""
     names = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Tanh: "tanh"}
     name = names.get(type(activation))
     if name is None or getattr(activation, "approximate", "none") != "none":
         raise ValueError(
-            f"The engine 'triton' has the activations {', '.join(names.values())}, got "
+            f"The engine 'triton' supports the activations {', '.join(names.values())}, got "
             f"{activation}: use engine='blocks'."
         )
     return name
@@ -412,7 +415,7 @@ def _forward(
     scale: Tensor | None,
     keeps_raw: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return outputs, units before activation (None if not kept), gated units, other units."""
+    """Return outputs, pre-activations (None if not kept), gated units, and `fc1_gate` outputs."""
 
     def split_blocks(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         by_block = weight.unflatten(0, (-1, block))
@@ -466,14 +469,14 @@ class _GatedFeedForward(torch.autograd.Function):
         packing: Packing = ctx.packing
         wanted = Operands(*ctx.needs_input_grad[4:])
         grads: dict[str, Tensor | None] = {}
-        # Padding rows are 0 here, and therefore in everything below.
+        # Padding rows are 0 here, and therefore in all gradients below.
         grad_rows = packing.gather(grad_output.contiguous())
         grad_raw = packing.product(grad_rows, _by_block(fc2, ctx.block).transpose(1, 2))
         if wanted.fc2:
             grads["fc2"] = _grad_w2(packing, grad_rows, units, fc2)
         if wanted.fc2_bias:
             grads["fc2_bias"] = grad_output.sum(0)
-        # The gradient of an open gate is the sum of this times its units before scaling.
+        # The gradient of an open gate is the sum of `grad_raw` times its unscaled units.
         grad_gate, grad_value = packing.activation_backward(
             grad_raw, raw, ctx.activation, scale, value, wanted.gate
         )

@@ -23,7 +23,7 @@ ValueAt: TypeAlias = Callable[[int], float]
 
 _WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)\s*")
 _UNKNOWN = {
-    "training": "the training has no known end",
+    "training": "the training run has no known end",
     "epoch": "the data has no length",
 }
 
@@ -35,8 +35,8 @@ class Clock:
     Args:
         total_steps: Optimizer steps of the whole run; None if it has no known end.
         steps_per_epoch: Optimizer steps per epoch; None if the data has no length.
-        assumed: Whether both rest on the assumption that every batch is a step of every optimizer,
-            as in manual optimization.
+        assumed: Whether both assume that every optimizer steps once per batch, as is done for
+            manual optimization.
 
     >>> Clock(1000, 100).steps("3 epochs"), Clock(1000).steps(0.25), Clock(1000).steps(40)
     (300, 250, 40)
@@ -48,7 +48,7 @@ class Clock:
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> "Clock":
-        """Create the clock of a Trainer that is about to fit."""
+        """Create the clock of a Trainer at the start of `fit`."""
         estimated = trainer.estimated_stepping_batches
         total = int(estimated) if 0 < estimated < math.inf else None
         batches = trainer.num_training_batches
@@ -66,7 +66,7 @@ class Clock:
         return cls(total, per_epoch and per_epoch * optimizers, assumed)
 
     def steps(self, duration: Duration, name: str = "duration") -> int:
-        """Return a duration in optimizer steps; `name` is the argument that it was given as."""
+        """Return a duration in optimizer steps; error messages call it `name`."""
         _check_duration(name, duration)
         if isinstance(duration, int):
             return duration
@@ -76,28 +76,26 @@ class Clock:
         length = self.total_steps if unit == "training" else self.steps_per_epoch
         if length is None:
             raise ValueError(
-                f"`{name}` is {duration!r}, and {_UNKNOWN[unit]}: write it in steps ('600 steps')"
+                f"`{name}` is {duration!r}, but {_UNKNOWN[unit]}: give it in steps ('600 steps')"
                 + (", or set `max_steps` of the Trainer." if unit == "training" else ".")
             )
         if self.assumed:
             rank_zero_info(
-                f"`{name}: {duration}` assumes one step of every optimizer in each batch, "
-                f"{self.total_steps or 'any number of'} steps in all. If `training_step` steps "
-                "less often, set `max_steps` of the Trainer to the number of its steps."
+                f"`{name}: {duration}` assumes that every optimizer steps once per batch, "
+                f"{self.total_steps or 'any number of'} steps in total. If `training_step` steps "
+                "less often, set `max_steps` of the Trainer to the number of optimizer steps."
             )
         return round(number * length)
 
     def end_of_epoch(self, step: int) -> int:
         """Return the number of steps at the end of the epoch that contains `step`."""
         if self.steps_per_epoch is None:
-            raise ValueError(
-                "`staircase: epoch` cannot be followed, because the data has no length."
-            )
+            raise ValueError("`staircase: epoch` needs data with a length: leave out `staircase`.")
         return (step // self.steps_per_epoch + 1) * self.steps_per_epoch
 
 
 def check_duration(name: str, duration: Duration) -> None:
-    """Raise a ValueError if `duration` is not a valid duration; warn of a fraction as a float."""
+    """Raise a ValueError if `duration` is invalid, and warn if it is a float."""
     _check_duration(name, duration)
     if isinstance(duration, float):
         warn_of_fraction(name, duration, stacklevel=4)
@@ -113,13 +111,13 @@ def _check_duration(name: str, duration: Duration) -> None:
         valid = isinstance(duration, int) and not isinstance(duration, bool) and duration >= 0
     if not valid:
         raise ValueError(
-            f"`{name}` must be a number of steps, or text such as '30%', '3 epochs' and "
+            f"`{name}` must be a number of steps, or text such as '30%', '3 epochs' or "
             f"'600 steps', got {duration!r}."
         )
 
 
 def _parse(duration: float | str) -> tuple[float, Literal["step", "epoch", "training"]]:
-    """Return the number and the unit of a duration; the number is -1 for unknown words."""
+    """Return the number and the unit of a duration; the number is -1 for invalid text."""
     if not isinstance(duration, str):
         return duration, "training"
     match = _WORDS.fullmatch(duration)
@@ -138,10 +136,10 @@ class Schedule:
     Args:
         start: Value at `begin`.
         end: Value from `until` on.
-        shape: Curve between them; `quadratic` starts slowly, `exponential` changes by a constant
-            factor per step, `step` jumps to `end` at `begin`.
+        shape: Curve between `start` and `end`. `quadratic` starts slowly, `exponential` changes by
+            a constant factor per step, `step` jumps to `end` at `begin`.
         begin: Start of the change, i.e. the length of the warmup.
-        until: End of the change.
+        until: End of the change; ignored by `step`.
         before: Value during the warmup; None means `start`.
         staircase: `epoch` holds the end-of-epoch value through each epoch, as in algorithm 1 of
             the paper.
@@ -163,8 +161,8 @@ class Schedule:
         check_fields(self)
         if self.shape == "exponential" and not self.start * self.end > 0:
             raise ValueError(
-                "An exponential schedule needs a start and an end above 0, got "
-                f"{self.start} and {self.end}: begin with a small value, and set `before: 0`."
+                "An exponential schedule needs `start` and `end` of the same sign, not 0, got "
+                f"{self.start} and {self.end}: start from a small value, and set `before: 0`."
             )
         check_duration("begin", self.begin)
         check_duration("until", self.until)
@@ -178,13 +176,13 @@ class Schedule:
             until = clock.steps(self.until, "until")
             if until < begin:
                 raise ValueError(
-                    f"A schedule must end after it begins, got begin {self.begin!r} (step {begin}) "
-                    f"and until {self.until!r} (step {until})."
+                    f"`until` must not be before `begin`, got {self.begin!r} (step {begin}) as "
+                    f"`begin` and {self.until!r} (step {until}) as `until`."
                 )
         return ScheduledValue(self, clock, begin, until)
 
     def interpolate(self, progress: float) -> float:
-        """Return the value at a share of the way from `start` to `end`."""
+        """Return the value after a fraction `progress` of the change."""
         if self.shape == "exponential":
             return float(self.start * (self.end / self.start) ** progress)
         if self.shape == "cosine":
@@ -196,7 +194,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduledValue:
-    """A schedule that knows the steps of its training run: a value for each optimizer step."""
+    """A schedule resolved to optimizer steps."""
 
     schedule: Schedule
     clock: Clock
@@ -209,7 +207,7 @@ class ScheduledValue:
         if self.begin == self.until == 0:
             return schedule.end
         in_warmup = step < self.begin
-        if schedule.staircase is not None:  # the epoch that ends with the warmup is part of it
+        if schedule.staircase is not None:  # the warmup includes the epoch that it ends with
             step = self.clock.end_of_epoch(step)
             in_warmup = step <= self.begin
         if in_warmup:
@@ -259,12 +257,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class JoinedPhases:
-    """A value that takes one of `values` in each phase, with cosine transitions.
+    """A value that is constant in each phase, with cosine transitions between phases.
 
     Args:
         values: The value of each phase.
         starts: The step at which each phase starts.
-        width: The steps that a transition takes, from the start of the new phase.
+        width: Length of a transition in steps, from the start of the new phase.
 
     >>> at = JoinedPhases([1.0, 0.0], [0, 10], width=4)
     >>> [round(at(step), 2) for step in (9, 10, 12, 14)]
@@ -282,15 +280,15 @@ class JoinedPhases:
             if step < start:
                 break
             progress = min(1.0, (step - start) / self.width) if self.width else 1.0
-            # If the previous transition is unfinished, start from where it got to.
+            # If the previous transition is unfinished, start from the value that it has reached.
             value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
         return value
 
 
 Quantity: TypeAlias = Literal["temperature", "threshold", "keep", "weight", "factor", "budget"]
 
-_SUDDEN = 0.05  # fraction of training: a fall within it is sudden
-_JUMP = 0.01  # fraction of training: a change by a quarter of the range within it is a jump
+_SUDDEN = 0.05  # fraction of training in which a drop counts as sudden
+_JUMP = 0.01  # fraction of training in which a change by a quarter of the range counts as a jump
 _LOW_TEMPERATURE = 0.5
 _HIGH_THRESHOLD = 0.9
 _TOUCHING = 0.02
@@ -314,7 +312,7 @@ class Curve:
 
     def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
         """Return evenly spaced steps from first to last, and the values at them."""
-        assert clock.total_steps is not None  # there is no plan of a training without an end
+        assert clock.total_steps is not None  # a run without a known end has no plan
         points = min(points, clock.total_steps)
         last = clock.total_steps - 1
         steps = [round(i * last / max(points - 1, 1)) for i in range(points)]
@@ -328,7 +326,7 @@ def collect_plan(callbacks: Iterable[Any], clock: Clock, module: nn.Module) -> l
 
 
 def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Warn of the risks in a Trainer's plan; only its first callback with a plan warns."""
+    """Warn of risks in a Trainer's plan, once: from the first callback with a plan."""
     planning = [other for other in trainer.callbacks if hasattr(other, "plan")]
     if planning[0] is not callback or trainer.fast_dev_run:
         return
@@ -374,7 +372,7 @@ def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
     if values[0] < _LOW_TEMPERATURE:
         return (
             f"τ starts at {values[0]:.3g}, below {_LOW_TEMPERATURE}: the sigmoid saturates and "
-            "gates learn little; start from 1 to 2 and cool slowly."
+            "gates learn little; start between 1 and 2 and cool slowly."
         )
     window = max(1, round(_SUDDEN * len(steps)))
     for index in range(len(steps) - 1):
@@ -382,8 +380,8 @@ def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
         if values[later] < _LOW_TEMPERATURE and values[later] < 0.6 * values[index]:
             return (
                 f"τ drops from {values[index]:.3g} to {values[later]:.3g} between step "
-                f"{steps[index]} and {steps[later]}: a sudden fall below {_LOW_TEMPERATURE} makes "
-                "gates collapse; take longer, or stay above it."
+                f"{steps[index]} and {steps[later]}: a sudden drop below {_LOW_TEMPERATURE} can "
+                "make gates collapse; cool more slowly, or stay above it."
             )
     return None
 
@@ -394,7 +392,7 @@ def _high_threshold(curve: Curve, clock: Clock) -> str | None:
         if value > _HIGH_THRESHOLD:
             return (
                 f"θ rises above {_HIGH_THRESHOLD} (to {max(values):.3g}, from step {step} on): few "
-                "gates have so high a p, and the others close at once; keep it at 0.8 or below."
+                "gates have such a high p, and all others close; keep it at 0.8 or below."
             )
     return None
 
@@ -406,9 +404,9 @@ def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | N
     if touching[-1] or sum(touching) > 0.1 * len(touching):
         at = -1 if touching[-1] else touching.index(True)
         return (
-            f"{keep.label} sits on θ ({targets[at]:.3g} and {theta[at]:.3g}): the mean p is parked "
-            "on the threshold, and a little noise opens or closes all gates; keep them apart, or "
-            "take the rates `rate: g`."
+            f"{keep.label} is too close to θ ({targets[at]:.3g} and {theta[at]:.3g}): when the "
+            "mean p is at the threshold, a little noise opens or closes all gates; keep them "
+            "apart, or set `rate: g`."
         )
     return None
 
@@ -417,7 +415,7 @@ def _jumps(curve: Curve, clock: Clock) -> list[int]:
     """Return the steps at which a value jumps by more than a quarter of its range."""
     assert clock.total_steps is not None
     if clock.total_steps * _JUMP < 1:
-        return []  # in so short a run every change is a jump
+        return []  # in such a short run, every change would be a jump
     steps = list(range(0, clock.total_steps, max(1, round(_JUMP * clock.total_steps))))
     values = [curve.value_at(step) for step in steps]
     span = max(values) - min(values)
@@ -436,8 +434,8 @@ def _simultaneous_jumps(
     if not shared:
         return None
     return (
-        f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates for "
-        "good; join the phases smoothly (`transition: 10%`) or move one of them."
+        f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates "
+        "permanently; smooth the transitions (`transition: 10%`), or move one of the jumps."
     )
 
 
@@ -451,6 +449,6 @@ def _idle_temperature(curve: Curve, thresholds: Sequence[Curve], module: nn.Modu
     if len(idle) < len(curve.gates):
         return None
     return (
-        "τ has no effect on which gates are open at θ = 0.5, where the mask is the sign of the "
-        "logit; it only scales gradients and p. Set another threshold if the mask should follow τ."
+        "τ has no effect on which gates are open at θ = 0.5: the sign of the logit decides, and τ "
+        "only scales gradients and p. Use another threshold if τ should change the mask."
     )

@@ -1,4 +1,4 @@
-"""The report of a study, with our results beside the paper's, or of a single run."""
+"""HTML reports of single runs and of studies, which show the paper's results too."""
 
 import json
 from collections import defaultdict
@@ -25,8 +25,8 @@ from dg_lightning.study.tables import TEXTS, published, summarised, summary_mark
 
 Row = Mapping[str, Any]
 _SHAPES = (
-    "<p>Filled: ours. Diamonds: the paper's table. Triangles: the paper's accuracy at the MACs "
-    "that its published script gives.</p>"
+    "<p>Filled: this study. Diamonds: the paper's table. Triangles: the paper's accuracy at the "
+    "MACs of its published script.</p>"
 )
 
 
@@ -34,8 +34,8 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """Write the report of a study or a run, and return its path.
 
     Args:
-        folder: Folder of a study, of a run, or of several runs, whose newest is reported.
-        output: Path of the file; `report.html` in the folder if None.
+        folder: Folder of a study, of a run, or of several runs (the newest is reported).
+        output: Path of the report; `report.html` in the folder if None.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -166,7 +166,7 @@ def _validation_curves(folder: Path) -> str:
 
 
 def _runs(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """Return one run per variant, of its first complete seed."""
+    """Return the report of one run per variant, the first complete seed."""
     first: dict[str, Any] = {}
     for row in rows:
         if row["status"] == "complete":
@@ -174,6 +174,6 @@ def _runs(folder: Path, rows: Sequence[Row]) -> list[str]:
     parts = []
     for variant, seed in first.items():
         run = folder / "runs" / variant / f"seed_{seed}"
-        if is_run(run):  # else trained on another machine
+        if is_run(run):  # otherwise trained on another machine
             parts.append(details(f"{variant}, seed {seed}", run_part(read_run(run), level=3)))
     return parts

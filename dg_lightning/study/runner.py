@@ -50,7 +50,7 @@ class RunRecorder(pl.Callback):
         self.seconds = 0.0
         self.accuracies: list[float] = []
         self._has_landed = False
-        self._landing: list[float] = []  # of the last epoch before gates land, and until they have
+        self._landing: list[float] = []  # accuracies while gates freeze, and just before
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -70,7 +70,7 @@ class RunRecorder(pl.Callback):
 
     @property
     def landing_loss(self) -> float | None:
-        """The validation accuracy that is lost while gates land, at worst; None without gates."""
+        """Largest drop in validation accuracy while gates freeze; None if none do."""
         before, *after = self._landing or [0.0]
         return before - min(after) if after else None
 
@@ -98,7 +98,7 @@ def train(
     callbacks: Sequence[pl.Callback],
     test: bool,
 ) -> tuple[Any, Mapping[str, float]]:
-    """Run `fit` in this process, and `test` on the checkpoint that it kept.
+    """Run `fit` in this process, and optionally test its best checkpoint.
 
     Output goes to a log file beside the run's folder.
 
@@ -166,8 +166,8 @@ def _row(
     score = next((name for name in ("accuracy", "r2") if f"test/{name}" in logged), None)
     if score is None:
         raise ValueError(
-            f"The model of {trial.name} does not log `test/accuracy` (or `test/r2`), which a study "
-            f"compares; it logs {', '.join(logged)}."
+            f"A study needs `test/accuracy` or `test/r2`, but the model of {trial.name} logs only "
+            f"{', '.join(logged)}."
         )
     row = {
         "variant": trial.variant,
@@ -241,7 +241,7 @@ class Study:
         name: Name of the study in the storage, which may hold several; the name of the paper's
             table if None.
         notes: Notes for readers of the tables.
-        paper: Name of the published table to compare with; that of the dataset if None.
+        paper: Name of the published table to compare with; the dataset's if None.
         storage: URL of a database shared by workers on many machines; a file in `output` if None.
         workers: Number of training processes on this machine.
         retry_failed: Whether to retry failed trials.
@@ -272,15 +272,15 @@ class Study:
         return self.paper or self.dataset
 
     def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
-        """Return the planned trials, of the variants in `only` if given."""
+        """Return the planned trials, limited to the variants in `only` if given."""
         if only is not None and not only:
-            raise ValueError("`only` names no variant: leave it out to train all.")
+            raise ValueError("`only` must name at least one variant: omit it to train all.")
         if not self.output:
-            raise ValueError("`output` must be a folder: name one.")
+            raise ValueError("`output` must name a folder, got an empty string.")
         for name in only or ():
             if name not in self.variants:
                 known = ", ".join(self.variants)
-                raise ValueError(f"There is no variant {name!r}; there are {known}.")
+                raise ValueError(f"`only` names an unknown variant, {name!r}; choose from {known}.")
         # Options from the command line come after those of a variant too.
         variants = {
             name: Variant(variant.config, [*variant.options, *self.set])
@@ -303,7 +303,7 @@ class Study:
         return shared.count_unfinished(self.planned(self.only))
 
     def run(self, run_command: RunCommand, shared: TrialQueue, trial: optuna.Trial) -> str:
-        """Train and test a trial, and write the tables; a failure must not stop the others."""
+        """Train and test a trial, and update the tables; a failure does not stop the study."""
         fingerprint = trial.user_attrs["fingerprint"]
         plan = next(plan for plan in self.planned() if plan.fingerprint == fingerprint)
         try:
@@ -320,7 +320,7 @@ class Study:
 
 
 def run_study(study: Study, run_command: RunCommand) -> bool:
-    """Train and test all trials that are not done yet, and write the tables.
+    """Train and test all unfinished trials, and write the tables.
 
     Args:
         study: The study.
@@ -342,14 +342,14 @@ def run_study(study: Study, run_command: RunCommand) -> bool:
     print((study.folder / "summary.md").read_text(encoding="utf-8"))
     print(f"Tables and runs are in {study.folder}.")
     if failed:
-        print(f"{len(failed)} of {len(rows)} trials have failed; --retry_failed=true tries again.")
+        print(f"{len(failed)} of {len(rows)} trials failed; use --retry_failed=true to retry.")
     if left := queue.count_unfinished(planned):
-        print(f"{left} trials are not done; run the same command to continue with them.")
+        print(f"{left} trials are unfinished; run the same command to continue.")
     return not failed and not left
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Describe an error in one line."""
     message = getattr(error, "message", None) or str(error)
     return f"{type(error).__name__}: {' '.join(message.split())}"
 
@@ -398,7 +398,7 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
         {"variant": row["variant"], "seed": row["seed"], **epoch}
         for row in rows
         for metrics in [trial_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
-        if row["status"] == "complete" and metrics.exists()  # else trained on another machine
+        if row["status"] == "complete" and metrics.exists()  # otherwise it ran elsewhere
         for epoch in epoch_rows(metrics)
     ]
     write_csv(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])

@@ -1,4 +1,4 @@
-"""Hyper-parameter search, and what it found."""
+"""Hyperparameter search and its results."""
 
 import dataclasses
 import hashlib
@@ -37,7 +37,7 @@ from dg_lightning.study.tables import write_csv
 def count_dominating(
     curve: Sequence[Sequence[float]], others: Sequence[Sequence[Sequence[float]]]
 ) -> int:
-    """Count the runs that were more accurate at this one's last epoch, at no more MACs.
+    """Count runs that are more accurate with no more MACs at the last epoch of a curve.
 
     >>> others = [[(0.2, 1.0), (0.6, 0.6)], [(0.3, 1.0), (0.4, 0.1)]]
     >>> count_dominating([(0.1, 1.0), (0.5, 0.6)], others)
@@ -81,7 +81,7 @@ def write_results(
     Args:
         search: The search.
         shared: Its trials.
-        run_command: Runs `fit`, which also resolves options; None to write no configs.
+        run_command: Runs `fit`, to resolve options; None to write no configs.
     """
     trials = shared.trials(*TrialState)
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
@@ -108,7 +108,7 @@ def write_results(
         if path.stem not in {f"trial_{trial.number}" for trial in front}:
             path.unlink(missing_ok=True)  # no longer on the front
     lines = [
-        "| trial | validation accuracy | MACs | of the baseline's | settings |",
+        "| trial | validation accuracy | MACs | share of baseline | settings |",
         "|---|---:|---:|---:|---|",
     ]
     for trial in front:
@@ -119,11 +119,11 @@ def write_results(
         share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
         settings = ", ".join(f"`{value}`" for value in format_params(trial))
         lines.append(f"| {trial.number} | {accuracy:.2%} | {macs:,.0f} | {share} | {settings} |")
-    text = f"# Search of {search.base}\n\nPareto front, by validation:\n\n" + "\n".join(lines)
+    text = f"# Search of {search.base}\n\nPareto front on validation data:\n\n" + "\n".join(lines)
     if unknown := len(others) - len(candidates):
-        text += f"\n\n{unknown} trials are left out: their parameters are not those searched."
+        text += f"\n\n{unknown} trials are omitted: their parameters are outside the search space."
     path = search.folder / "cheapest.yaml"
-    path.unlink(missing_ok=True)  # may be of an earlier choice
+    path.unlink(missing_ok=True)  # may be from an earlier choice
     if baseline is None:
         text += "\n\nThe baseline has not finished or has failed: there is nothing to compare with."
     else:
@@ -146,12 +146,12 @@ def _front_path(search: "Search", trial: FrozenTrial) -> Path:
 
 
 def _resolved_config(search: "Search", trial: FrozenTrial, run_command: RunCommand) -> str:
-    """Return the whole config of a trial, made from the base and its parameters alone."""
+    """Return the full config of a trial, resolved from the base and its parameters."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
             run_command(["fit", *search.arguments(search.values_of(trial)), "--print_config"], ())
-    except SystemExit as end:  # which ends every `--print_config`
+    except SystemExit as end:  # raised by every `--print_config`
         if end.code not in (0, None):
             raise
     return printed.getvalue()
@@ -187,19 +187,19 @@ class Parameter:
         if low is None or high is None:
             return
         if not low < high or (self.log and not low > 0):
-            positive = " above 0," if self.log else ""
+            positive = " above 0 and" if self.log else ""
             raise ValueError(
-                f"Parameter {self.name!r} needs `low`{positive} below `high`, got {low} and {high}."
+                f"`low` of {self.name!r} must be{positive} below `high`, got {low} and {high}."
             )
         is_integer = isinstance(low, int) and isinstance(high, int)
         if self.step is not None and (self.log or (is_integer and not isinstance(self.step, int))):
             raise ValueError(
-                f"`step` of {self.name!r} must be an integer for integers, and excludes `log`; "
-                f"got {self.step}."
+                f"`step` of {self.name!r} must be an integer if `low` and `high` are, and None if "
+                f"`log` is true, got {self.step}."
             )
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value, as Optuna stores it, may have been suggested."""
+        """Return True if a value stored by Optuna is in the search space."""
         if self.choices is not None:
             return value in [json.dumps(choice) for choice in self.choices]
         assert self.low is not None
@@ -207,9 +207,9 @@ class Parameter:
         return isinstance(value, int | float) and self.low <= value <= self.high
 
     def value_of(self, stored: Any) -> Any:
-        """Return a value as `fit` takes it, from what Optuna stores."""
+        """Convert a value stored by Optuna to a value for `fit`."""
         if not self.accepts(stored):
-            raise ValueError(f"{self.name!r} is not searched at {stored!r}.")
+            raise ValueError(f"{stored!r} is outside the search space of {self.name!r}.")
         return stored if self.choices is None else json.loads(stored)
 
     def suggest(self, trial: optuna.Trial) -> Any:
@@ -237,8 +237,8 @@ class Search:
         output: Folder for tables, configs and runs; an unfinished search is resumed.
         parameters: The searched options.
         baseline: The config whose accuracy is the reference.
-        trials: Number of training runs, without the baseline.
-        tolerance: How far the accuracy of a cheaper net may be below the baseline's.
+        trials: Number of training runs, not counting the baseline.
+        tolerance: Largest accuracy loss, relative to the baseline, of the chosen cheaper net.
         options: Dotted options of `fit` for all runs, the baseline included.
         set: More options, applied after all others; for the command line.
         sampler: `tpe`, `nsga2`, `random`, or `grid`, which tries all combinations of `choices`
@@ -270,7 +270,7 @@ class Search:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies comparable searches: their results can be mixed if it is equal."""
+        """Settings that must be equal for results to be comparable, as JSON."""
         configs = [
             training_inputs([f"--config={config_path(config)}"])
             for config in (self.base, self.baseline)
@@ -285,7 +285,7 @@ class Search:
         return Path(self.output)
 
     def open(self, worker: int = 0) -> SharedStudy:
-        """Open the search; samplers differ between workers and between runs."""
+        """Open the search, with a different sampler seed for each worker and run."""
         storage = self.storage or sqlite_url(self.folder)
         shared = SharedStudy(storage, self.name, self.folder / "workers")
         shared.study.sampler = self._sampler(1000 * worker + len(shared.trials(*TrialState)))
@@ -298,8 +298,8 @@ class Search:
         return TPESampler(seed=seed) if self.sampler == "tpe" else RandomSampler(seed)
 
     def claim(self, shared: SharedStudy) -> optuna.Trial | None:
-        """Start a waiting trial, or a new one while there are fewer than asked for."""
-        trials = 0 if self.sampler == "grid" else self.trials  # those of a grid are all queued
+        """Start a waiting trial, or a new one if there are fewer than `trials`."""
+        trials = 0 if self.sampler == "grid" else self.trials  # a grid is fully queued
         is_left = shared.trials(TrialState.WAITING) or len(_counted(shared)) < trials
         return shared.ask() if is_left else None
 
@@ -308,7 +308,7 @@ class Search:
         return len(shared.trials(TrialState.WAITING, TrialState.RUNNING))
 
     def run(self, run_command: RunCommand, shared: SharedStudy, trial: optuna.Trial) -> str:
-        """Train a trial, and write the results; a failure must not stop the others."""
+        """Train a trial, and update the results; a failure does not stop the search."""
         is_baseline = trial.user_attrs.get("kind") == _BASELINE
         try:
             values = None if is_baseline else {p.name: p.suggest(trial) for p in self.parameters}
@@ -338,9 +338,9 @@ class Search:
         ]
 
     def values_of(self, trial: FrozenTrial) -> dict[str, Any] | None:
-        """Return the parameters of a trial; None if they are not among those that are searched.
+        """Return the parameters of a trial, or None if they are outside the search space.
 
-        Others may have changed the database.
+        Another process may have changed the shared database.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
         if trial.params.keys() != known.keys():
@@ -353,14 +353,14 @@ class Search:
         """Return all combinations of the choices, as stored by Optuna."""
         for parameter in self.parameters:
             if parameter.choices is None:
-                raise ValueError(f"`sampler: grid` needs `choices` of {parameter.name!r}.")
+                raise ValueError(f"`sampler: grid` needs `choices` for {parameter.name!r}.")
         choices = [[json.dumps(c) for c in p.choices or []] for p in self.parameters]
         names = [parameter.name for parameter in self.parameters]
         return [dict(zip(names, values, strict=True)) for values in itertools.product(*choices)]
 
 
 class DominancePruning(pl.Callback):
-    """Prunes a run that others dominated at the same epoch."""
+    """Prunes a run that enough others dominate at the same epoch."""
 
     def __init__(self, search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
         self.search, self.shared, self.trial = search, shared, trial
@@ -384,12 +384,14 @@ class DominancePruning(pl.Callback):
 def _objectives(logged: Any) -> tuple[float, float]:
     for key in ("val/accuracy", "compute/macs"):
         if key not in logged:
-            raise ValueError(f"A search needs `val/accuracy` and `compute/macs`; got no {key}.")
+            raise ValueError(
+                f"A search needs `val/accuracy` and `compute/macs`, but {key} is not logged."
+            )
     return float(logged["val/accuracy"]), float(logged["compute/macs"])
 
 
 def run_search(search: Search, run_command: RunCommand) -> bool:
-    """Run the trials that are not done yet; write results, the Pareto front and its configs.
+    """Run the unfinished trials, and write results, Pareto front and configs.
 
     Args:
         search: The search.
@@ -402,7 +404,7 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
         raise ValueError("`trials` and `workers` must be at least 1.")
     names = [parameter.name for parameter in search.parameters]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"`parameters` must be different dotted options, got {names}.")
+        raise ValueError(f"`parameters` must name one or more distinct options, got {names}.")
     claim_folder(search.folder, "search", "study")
     shared = search.open()
     trials = shared.trials(*TrialState)
@@ -410,7 +412,7 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     if shared.study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(
             f"{search.folder} holds a search with other settings: give another `output`, or the "
-            "settings it was started with."
+            "settings of that search."
         )
     shared.study.set_user_attr("fingerprint", fingerprint)
     not_failed = [trial for trial in trials if trial.state is not TrialState.FAIL]
@@ -425,7 +427,7 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     print(write_results(search, shared, run_command))
     failed = [t for t in shared.trials(TrialState.FAIL) if "reason" in t.user_attrs]
     if failed:
-        print(f"{len(failed)} trials have failed; results.csv says why.")
+        print(f"{len(failed)} trials failed; results.csv gives the reasons.")
     return not failed
 
 

@@ -60,7 +60,7 @@ def expand_seeds(seeds: int | Sequence[int]) -> list[int]:
     expanded = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not expanded or len(set(expanded)) < len(expanded) or min(expanded) < 0:
         raise ValueError(
-            f"`seeds` must be a number of seeds or a list of different ones, got {seeds}."
+            f"`seeds` must be a number of seeds or a list of distinct seeds, got {seeds}."
         )
     return expanded
 
@@ -71,7 +71,7 @@ def plan_trials(
     seeds: Sequence[int],
     options: Sequence[str],
 ) -> list[PlannedTrial]:
-    """Return all trials, seed by seed, so that every variant gets early results.
+    """Return all trials, seed by seed, so that every variant has results early.
 
     Args:
         dataset: Name of the dataset, which is also the config folder of the variants.
@@ -83,12 +83,12 @@ def plan_trials(
     ['baseline, seed 0', 'baseline, seed 1']
     """
     if not variants:
-        raise ValueError("A study needs `variants`: name at least one.")
+        raise ValueError("`variants` must name at least one variant, got none.")
     for name in variants:
         if not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(
-                f"The name of a variant is also a folder name: expected letters, digits, _ and "
-                f"-, got {name!r}."
+                f"Names in `variants` are also folder names and may hold letters, digits, _ and -, "
+                f"got {name!r}."
             )
     planned = []
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""An Optuna study in a database, and the workers that share its trials."""
+"""Optuna studies in a database, and workers that share their trials."""
 
 import itertools
 import math
@@ -32,9 +32,9 @@ from dg_lightning.study.settings import PlannedTrial
 RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
 
 _HEARTBEAT = 10  # seconds between heartbeats
-_GRACE = 60  # seconds without a heartbeat until a trial is lost
+_GRACE = 60  # seconds without a heartbeat after which a trial is lost
 _SQLITE_WAIT = 60  # seconds to wait for the transaction of another worker
-# Attributes that say what a trial is: of a planned one, and the baseline of a search.
+# Attributes that identify a trial. `kind` marks the baseline of a search.
 _PLANNED = ("variant", "seed", "fingerprint")
 IDENTITY = (*_PLANNED, "kind")
 _POLL_SECONDS = 2.0  # while other workers finish their last trials
@@ -63,8 +63,8 @@ class SharedStudy:
     Args:
         storage: URL of the database.
         name: Name of the study in it.
-        folder: Folder for the lock files of workers on this machine, which show at once whether
-            they are alive; workers on other machines only have heartbeats.
+        folder: Folder for lock files, which show immediately whether workers on this machine are
+            alive. Workers on other machines only send heartbeats.
     """
 
     def __init__(self, storage: str, name: str, folder: Path) -> None:
@@ -87,7 +87,7 @@ class SharedStudy:
             )
         self.worker = uuid.uuid4().hex
         self._alive = FileLock(self._lock_path(self.worker))
-        # Of running trials by number: heartbeats, and when their count was last seen to change.
+        # By number of a running trial: its heartbeat count, and when the count last changed.
         self._heartbeats: dict[int, tuple[int | None, float]] = {}
 
     def __enter__(self) -> Self:
@@ -129,12 +129,12 @@ class SharedStudy:
 
     @contextmanager
     def heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
-        """Record heartbeats of a trial in the background; release it if interrupted."""
+        """Send heartbeats of a trial in the background; release the trial if interrupted."""
         done = threading.Event()
 
         def beat() -> None:
             for count in itertools.count():
-                # The next one may succeed; a finished trial was given to another worker.
+                # The next heartbeat may succeed. A finished trial was reassigned to another worker.
                 with suppress(SQLAlchemyError, StorageInternalError, UpdateFinishedTrialError):
                     trial.set_user_attr("heartbeats", count)
                 if done.wait(_HEARTBEAT):
@@ -209,7 +209,7 @@ class SharedStudy:
         return [trial for trial in failed if "reason" not in trial.user_attrs]
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
-        """Return True if the worker of a trial is dead: by its lock file, else by heartbeats."""
+        """Return True if the worker of a trial is dead, judged by lock file or heartbeats."""
         worker = trial.user_attrs.get("worker", "")
         if worker == self.worker:
             return False
@@ -220,7 +220,7 @@ class SharedStudy:
                     return True
             except Timeout:
                 return False
-        # Counted by the clock of this process: clocks of machines differ.
+        # Measured with the clock of this process, because clocks of machines differ.
         beats, now = trial.user_attrs.get("heartbeats"), time.monotonic()
         before, since = self._heartbeats.setdefault(trial.number, (beats, now))
         if beats != before:
@@ -241,8 +241,8 @@ def given_params(trial: FrozenTrial) -> dict[str, Any]:
 def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
     """Open a database, and create its tables if needed.
 
-    If workers on several machines do so at once, all but one fail because a table, type or row
-    already exists, and try again.
+    If workers on several machines do so simultaneously, all but one fail because a table, type or
+    row already exists. They retry.
     """
     for left in reversed(range(_MAX_ATTEMPTS)):
         try:
@@ -257,15 +257,14 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
             reason = str(error).splitlines()[0] if shown == url else type(error).__name__
             reason = str(error) if isinstance(error, ModuleNotFoundError) else reason
             raise ValueError(
-                f"`storage` must be the URL of a database that can be reached, whose driver is "
-                f"installed, such as postgresql+psycopg://user@host/name, got {shown}: "
-                f"{reason}"
-            ) from None  # the cause repeats the password
-    raise AssertionError("unreachable: the last try returns or raises")
+                "`storage` must be the URL of a reachable database whose driver is installed, such "
+                f"as postgresql+psycopg://user@host/name, got {shown}: {reason}"
+            ) from None  # the cause may contain the password
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def hide_secrets(url: str) -> str:
-    """Return a URL without its password and the values of its options.
+    """Hide the password and the option values of a URL.
 
     >>> hide_secrets("postgresql://me:secret@host/x?password=secret")
     'postgresql://me:***@host/x?password=***'
@@ -303,7 +302,7 @@ Q = TypeVar("Q", bound=SharedStudy)
 
 
 class Job(Protocol[Q]):
-    """Trials for workers: a study or a search. Picklable, because workers are processes."""
+    """A study or search that workers run; picklable, because workers are processes."""
 
     workers: int
 
@@ -321,7 +320,7 @@ class Job(Protocol[Q]):
 
 
 def run_workers(job: Job[Any], run_command: RunCommand) -> None:
-    """Run the trials of a job in worker processes, this one included."""
+    """Run the trials of a job in worker processes and in this one."""
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     others = [
         spawn.Process(target=_run_worker, args=(job, run_command, index, os.getpid()))
@@ -363,7 +362,7 @@ def _run_trials(job: Job[Q], run_command: RunCommand, index: int, parent: int | 
 
 
 class TrialQueue(SharedStudy):
-    """Assigns each planned trial to one worker, and stores their rows.
+    """Assigns each planned trial to one worker, and stores its results.
 
     Trials of other plans, such as those of a worker with other seeds, are ignored.
     """
@@ -374,7 +373,7 @@ class TrialQueue(SharedStudy):
         only: Sequence[str] | None = None,
         retry_failed: bool = False,
     ) -> None:
-        """Queue the trials that are not queued yet, of the variants in `only` if given.
+        """Queue the trials that are not queued yet, limited to the variants in `only` if given.
 
         Raises:
             ValueError: If a trial was queued with other settings.
@@ -384,8 +383,8 @@ class TrialQueue(SharedStudy):
             before = known.get((trial.variant, trial.seed))
             if before is not None and before.user_attrs["fingerprint"] != trial.fingerprint:
                 raise ValueError(
-                    f"This study has a trial {trial.name}, with other settings: give another "
-                    "`output`, or the settings it was started with."
+                    f"The study has a trial {trial.name} with other settings: give another "
+                    "`output`, or the settings of that trial."
                 )
             is_new = before is None or (retry_failed and before.state is TrialState.FAIL)
             if is_new and (only is None or trial.variant in only):
@@ -420,7 +419,9 @@ class TrialQueue(SharedStudy):
         if all(map(math.isfinite, values)):
             self.finish(trial, values, row=row)
         else:  # Optuna would mark it as failed without a reason
-            self.fail(trial, f"Its {score} is {values[0]} at {values[1]} MACs.")
+            self.fail(
+                trial, f"Its {score} and MACs must be finite, got {values[0]} and {values[1]}."
+            )
 
     def count_unfinished(self, planned: Iterable[PlannedTrial]) -> int:
         """Return how many of these trials are waiting or running."""
@@ -431,7 +432,9 @@ class TrialQueue(SharedStudy):
     def rows(self, planned: Iterable[PlannedTrial]) -> list[dict[str, Any]]:
         """Return one row for each of these trials that completed or failed."""
         rows = []
-        newest = {_key(trial): trial for trial in self._live()}  # of a retried trial, the last
+        newest = {
+            _key(trial): trial for trial in self._live()
+        }  # the last attempt of a retried trial
         for plan in planned:
             trial = newest.get((plan.variant, plan.seed))
             if trial is None:
@@ -441,7 +444,9 @@ class TrialQueue(SharedStudy):
             if trial.state is TrialState.COMPLETE and _belongs_to(row, plan):
                 rows.append({**row, "status": "complete"})
             elif trial.state is TrialState.COMPLETE:
-                reason = f"The database holds a row of {plan.name} that no training has written."
+                reason = (
+                    f"The row of {plan.name} in the database is not the result of a training run."
+                )
                 rows.append({**identity, "status": "failed", "reason": reason})
             elif trial.state is TrialState.FAIL:
                 reason = str(trial.user_attrs["reason"])
@@ -449,7 +454,7 @@ class TrialQueue(SharedStudy):
         return rows
 
     def _live(self) -> list[FrozenTrial]:
-        """Return complete, running, waiting and failed trials, without lost ones."""
+        """Return the complete, running, waiting and failed trials, except lost ones."""
         live = self.trials(TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
         live += [t for t in self.trials(TrialState.FAIL) if "reason" in t.user_attrs]
         planned = [trial for trial in live if "variant" in trial.user_attrs]
@@ -457,7 +462,7 @@ class TrialQueue(SharedStudy):
 
 
 def _belongs_to(row: Any, plan: PlannedTrial) -> TypeIs[dict[str, Any]]:
-    """Return whether a row, which others may have changed, is the result of a trial."""
+    """Return True if a row from the shared database is a valid result of a trial."""
     if not isinstance(row, dict):
         return False
     figures = [row.get("accuracy", row.get("r2")), row.get("macs")]

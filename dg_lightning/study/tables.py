@@ -1,4 +1,4 @@
-"""Tables and curves of a study, beside the figures that the paper published."""
+"""Tables of a study, beside the results that the paper published."""
 
 import csv
 import math
@@ -83,7 +83,7 @@ COLUMNS = (
     "status",
     "reason",
 )
-TASK_KEYS = (  # logged by callbacks of tasks
+TASK_KEYS = (  # logged by callbacks for continual learning
     "tasks/average_accuracy",
     "tasks/forgetting",
     "tasks/accuracy_when_learned",
@@ -112,7 +112,7 @@ def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS)
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return mean and standard deviation of every metric, one row per variant, in given order.
+    """Return mean and standard deviation of every metric, one row per variant.
 
     >>> rows = [{"variant": "a", "status": "complete", "accuracy": x} for x in (0.5, 0.7)]
     >>> [(r["variant"], r["runs"], round(r["accuracy_mean"], 3)) for r in summarised(rows)]
@@ -135,9 +135,9 @@ def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def paired_difference(
     rows: Sequence[Row], variant: str, reference: str = "baseline", key: str = "accuracy"
 ) -> tuple[float, float | None, int] | None:
-    """Return mean and standard error of a variant's lead over a reference, and number of seeds.
+    """Return a variant's mean lead over a reference, its standard error, and number of seeds.
 
-    Differences of equal seeds are taken, which removes what they share: split and order.
+    Runs are paired by seed, which removes the variance of the split and the batch order.
 
     >>> rows = [{"variant": v, "seed": s, "status": "complete", "accuracy": a + 0.1 * s}
     ...         for v, a in (("baseline", 0.5), ("rigl", 0.52)) for s in (0, 1)]
@@ -165,19 +165,19 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         *([notes.strip()] if notes else []),
         *([trained] if (trained := describe_training(rows)) else []),
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
-        "baseline is the mean of differences of equal seeds, ± its standard error. The test part "
-        "is used once a run, for what the config's own checkpoint rule has kept.",
+        "baseline is the mean difference between runs of equal seeds, ± its standard error. The "
+        "test split is used once per run, for the checkpoint that the config keeps.",
         markdown_table(
             ["variant", "runs", "test accuracy", "lead over baseline", "test loss", "paper",
              "macro-F1", "micro-F1", "best validation", "training, s"],
             [_accuracy_cells(s, rows, source["rows"].get(s["variant"], {})) for s in summaries],
         ),
-        "MACs are executed multiply-accumulates a sample, on the same hard gates as the accuracy, "
-        "decisions (GateNets, routers) included; FLOPs are twice that. RelMAC is the paper's "
-        "formula (hidden maps, own rows, no decisions)"
+        "MACs are executed multiply-accumulates per sample, with the same hard gates as the "
+        "accuracy and including decisions (GateNets, routers); FLOPs are twice that. RelMAC is the "
+        "paper's formula (hidden layers, each by its own open rate, without decisions)"
         + (f"; the table's rule, `{source['rule']}`, is how the paper's own table counts"
            if source["rule"] else "")
-        + ". All are shares of the dense net's.",
+        + ". All are relative to the dense net.",
         markdown_table(
             ["variant", "MACs", "of which decisions", "reduction", "by RelMAC",
              "by the table's rule", "paper", "its script", "parameters", "needed"],
@@ -186,8 +186,8 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     ]  # fmt: skip
     if any("tasks_average_accuracy_mean" in summary for summary in summaries):
         parts += [
-            "Tasks in sequence: mean accuracy on the test parts of all tasks after the last one; "
-            "forgetting and transfer as of validation.",
+            "Tasks in sequence: mean test accuracy on all tasks after the last one; forgetting and "
+            "transfer are measured on validation data.",
             markdown_table(
                 ["variant", "average accuracy", "forgetting", "when learned", "forward transfer",
                  "plasticity", "overlap", "passes"],
@@ -197,9 +197,9 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     if any("adapt_recovery_mean" in summary for summary in summaries):
         keys = ("drift_cost", "recovery", "clean_loss", "gate_flips", "weights_free")
         parts += [
-            "Adaptation to drift, of validation: what the drift cost, the share of it that is won "
-            "back, the accuracy lost on clean samples, decisions that have changed on the same "
-            "samples, weights that may adapt.",
+            "Adaptation to drift, on validation data: accuracy lost to the drift, share of it "
+            "recovered, accuracy lost on clean samples, share of gate decisions that changed on "
+            "the same samples, share of weights that may adapt.",
             markdown_table(
                 ["variant", *(key.replace("_", " ") for key in keys)],
                 [
@@ -209,7 +209,7 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
             ),
         ]
     if remarks := published_remarks(source, rows):
-        parts += [f"Of the paper's table ({source['table']}):", remarks]
+        parts += [f"Notes on the paper's table ({source['table']}):", remarks]
     else:
         parts.append(f"The paper's table: {source['table']}.")
     if failed := [row for row in rows if row["status"] != "complete"]:
@@ -241,7 +241,7 @@ def describe_training(rows: Sequence[Row]) -> str:
 
 
 def published_remarks(source: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return what is to be said of the rows of a published table that a study trains."""
+    """Return the notes on published rows that the study trains too."""
     trained = {row["variant"] for row in rows}
     return "\n".join(
         f"- `{name}`: {' '.join(row['note'].split())}"
@@ -304,7 +304,7 @@ def _task_cells(summary: Row) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Return a table whose first columns are of words, the others of figures."""
+    """Return a Markdown table; all but the first `words` columns hold numbers."""
     lines = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -355,7 +355,7 @@ _TABLE = {
 def epoch_rows(metrics: Path) -> list[dict[str, Any]]:
     """Return the logged metrics of a run, one row per epoch; step values are averaged.
 
-    Test metrics are left out.
+    Test metrics are omitted.
     """
     epochs: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with metrics.open(encoding="utf-8") as file:
@@ -372,7 +372,7 @@ def epoch_rows(metrics: Path) -> list[dict[str, Any]]:
 
 
 def epochs_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the paper's table, for variants that logged their gate activity.
+    """Return the paper's table for variants that logged their gate activity.
 
     Accuracy is validation accuracy. Values are averaged over routers and seeds.
     """

@@ -1,8 +1,8 @@
-"""Surgery: gates put into other people's models, and taken out again.
+"""Add gates to existing models, and remove them again.
 
-`find_units` runs a model on an example and says what can be gated. `add_gates` puts gates in, which
-callbacks then train. `remove_gates` takes them out; `compact` takes out what they close, too.
-`convert` makes a trained Transformer decide token by token what to run.
+`find_units` runs a model on an example and reports what can be gated. `add_gates` adds gates, which
+callbacks then train. `remove_gates` removes them. `compact` also removes the units that they close.
+`convert` turns a trained Transformer into one that selects feed-forward blocks per token.
 """
 
 from .compaction import CompactModel, compact, load_compact, save_compact

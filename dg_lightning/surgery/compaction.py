@@ -1,7 +1,7 @@
-"""Closed units taken out of a model: its own class, with smaller layers.
+"""Remove closed units from a model: it keeps its class, with smaller layers.
 
-The class of a model may compute with the number of its heads or channels. Which of its attributes
-hold such a number is not known; attributes with the right value are tried, and the result counts
+A model may use the number of its heads or channels in its code, and the attributes that hold such
+numbers are unknown. So all attributes with a matching value are tried, and a change is accepted
 only if the model's outputs stay the same.
 """
 
@@ -27,7 +27,8 @@ from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
 from dg_lightning.surgery.watching import OutputComparison
 
-_MAKES = ("out_features", "out_channels", "nf")  # attributes of maps: their outputs, their inputs
+# Attributes of linear layers that hold the number of outputs or inputs.
+_MAKES = ("out_features", "out_channels", "nf")
 _READS = ("in_features", "in_channels", "nx")
 
 
@@ -35,7 +36,7 @@ _READS = ("in_features", "in_channels", "nx")
 _COUNT_WORDS = ("channel", "dim", "embd", "embed", "feature", "ffn", "filter", "group", "head")
 _WIDTH_WORDS = ("hidden", "inner", "inter", "mid", "nf", "plane", "size", "unit", "width")
 _PREFIXES = ("d_", "n_")
-# Words in the names of attributes that may be equal to such a number by chance.
+# Words in the names of other attributes, which may equal such a count by chance.
 _OTHER_WORDS = (
     "bucket",
     "ctx",
@@ -54,7 +55,7 @@ _OTHER_WORDS = (
 
 
 class _Change(NamedTuple):
-    """What a module's attribute was before; for a tensor, the axis and indices that are kept."""
+    """The old value of a module's attribute; for a tensor, also the axis and indices kept."""
 
     name: str
     key: str
@@ -63,18 +64,18 @@ class _Change(NamedTuple):
 
 
 class Edit:
-    """Changes of a model that can be undone."""
+    """Changes to a model that can be undone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.changes: list[_Change] = []
 
     def shrink(self, units: Units, is_open: Tensor) -> None:
-        """Take closed blocks out of the maps around units, and of what lies between."""
+        """Remove closed blocks from producers, consumer and the modules between them."""
         self._cut_map(units.consumer, 1, is_open.repeat_interleave(units.block_size), _READS)
         for name, blocks in units.producers.items():
             self._cut_map(name, 0, is_open[blocks], _MAKES)
-        # Of each width between the maps, what is kept.
+        # For each width between the layers, the entries to keep.
         kept = {len(blocks): is_open[blocks] for blocks in reversed(units.producers.values())}
         for name in units.between:
             module = self.model.get_submodule(name)
@@ -86,10 +87,10 @@ class Edit:
                     self.set_number(name, key, int(kept.get(number, is_open).sum()))
 
     def size_attributes(self, units: Units, is_open: Tensor) -> dict[tuple[str, str], int]:
-        """Return numbers of the modules around the maps that may be those of units."""
+        """Return integer attributes that may depend on the number of units, with new values."""
         widths = [units.size, *(len(blocks) for blocks in units.producers.values())]
 
-        def follows(number: int) -> bool:  # so many for each block: heads, their units
+        def follows(number: int) -> bool:  # a fixed number per block, such as units per head
             return number % units.blocks == 0 and any(width % number == 0 for width in widths)
 
         return {
@@ -100,9 +101,9 @@ class Edit:
         }
 
     def counts(self, units: Units, among: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return which of some numbers are, by value and name, those of all heads or units.
+        """Return the attributes in `among` whose value and name suggest a count of heads or units.
 
-        The name decides because nothing else can: the example does not need these numbers.
+        The name decides, because these attributes do not affect the outputs for the examples.
         """
         widths = {units.blocks, units.size, *(len(rows) for rows in units.producers.values())}
         return [
@@ -137,13 +138,13 @@ class Edit:
         self.changes.append(change)
 
     def undo(self, count: int) -> None:
-        """Undo all changes but the first ones."""
+        """Undo all changes after the first `count`."""
         while len(self.changes) > count:
             change = self.changes.pop()
             setattr(self.model.get_submodule(change.name), change.key, change.old)
 
     def report(self, kept: dict[str, list[tuple[int, Tensor]]], attributes: dict[str, int]) -> None:
-        """Add what is kept of tensors, and the numbers that have changed."""
+        """Record the indices kept of tensors, and the changed attributes."""
         for name, key, _, part in self.changes:
             full = f"{name}.{key}" if name else key
             if part is not None:
@@ -153,10 +154,8 @@ class Edit:
 
 
 def _is_count(key: str) -> bool:
-    """Return whether the name of an attribute says that it counts units or heads.
-
-    Llama's `num_key_value_groups` is the number of heads that share a key.
-    """
+    """Return whether an attribute counts units or heads, judging by its name."""
+    # Llama's `num_key_value_groups` is the number of heads that share a key.
     if "key_value_group" in key or any(word in key for word in _OTHER_WORDS):
         return False
     words = (*_COUNT_WORDS, *_WIDTH_WORDS)
@@ -168,7 +167,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _enclosing_modules(units: Units) -> list[str]:
-    """Return the modules around the maps, up to the innermost one that holds them all."""
+    """Return the modules around the layers, up to their innermost common ancestor."""
     names = [*units.producers, units.consumer]
     parents = [name.split(".")[:-1] for name in names]
     shared = 0
@@ -178,7 +177,7 @@ def _enclosing_modules(units: Units) -> list[str]:
     return sorted(homes)
 
 
-_MOST_ATTRIBUTES = 8  # that are tried in all combinations
+_MOST_ATTRIBUTES = 8  # up to this many are tried in all combinations
 
 
 @dataclass
@@ -186,12 +185,13 @@ class CompactModel:
     """A model without its closed units.
 
     Args:
-        model: The model, of the class that it had.
-        units: The number of units, heads or channels before and after, by the map that reads them.
-        notes: What could not be taken out, and why.
-        attributes: Every number of a module that has changed: `"blocks.0.attn.num_heads": 2`.
-        kept: What is left of each parameter and buffer: axis and indices, one after another.
-        unused: Parameters that no example used. A branch that runs them was not seen, and may fail.
+        model: The compact model, of the same class as the original.
+        units: Number of units, heads or channels before and after, by the name of the consumer.
+        notes: What could not be removed, and why.
+        attributes: New values of all changed attributes: `"blocks.0.attn.num_heads": 2`.
+        kept: Axes and indices kept of each changed parameter and buffer, in the order of the cuts.
+        unused: Parameters that no example used. Branches that use them were not checked, and may
+            fail.
         hook: Explains shape errors of the model. Call its `remove()` before `torch.jit.script`, or
             before pickling the model for a process without this package.
     """
@@ -205,11 +205,11 @@ class CompactModel:
     hook: RemovableHandle | None = field(default=None, repr=False, compare=False)
 
     def carry_state(self, model: nn.Module, before: Optimizer, after: Optimizer) -> None:
-        """Give the optimizer of the compact model what that of the gated one had learned.
+        """Copy optimizer state from the gated to the compact model.
 
         Args:
             model: The gated model.
-            before: Its optimizer.
+            before: The gated model's optimizer.
             after: An optimizer of the compact model's parameters.
         """
         old = dict(model.named_parameters())
@@ -219,8 +219,8 @@ class CompactModel:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != shape:
                     raise ValueError(
-                        f"`{key}` of {type(before).__name__} is not of the shape of {name}: its "
-                        "state cannot be carried over, start afresh."
+                        f"`{key}` of {type(before).__name__} must have the shape of {name} to be "
+                        "carried over: use a new optimizer without its state."
                     )
             after.state[parameter] = {
                 key: self._cut(name, value)
@@ -243,19 +243,26 @@ def compact(
     more_examples: Sequence[Any] = (),
     multiple: int = 1,
 ) -> CompactModel:
-    """Return a copy of a model without its static gates and without what they close.
+    """Return a copy of a model without its static gates and the units that they close.
 
-    The outputs for the examples are compared: what cannot be taken out without changing them stays,
-    as weights of 0, and is noted. The model itself is not changed. Gates of our own layers that
-    depend on the input, or whose units a norm or another gate reads too, stay. A checkpoint of a
-    compact LightningModule does not load: save its `net` with `save_compact`.
+    Outputs for the examples are compared before and after. Units whose removal would change them
+    stay, with weights of 0, and are listed in `notes`. Our own layers keep gates that depend on the
+    input, or whose units a norm or another gate also reads. A checkpoint of a compact
+    LightningModule does not load: save its `net` with `save_compact`.
 
     Args:
-        model: A model with static gates, of `add_gates` or of our own layers.
-        example: What it is called with, see `find_units`; random inputs for a `GatedMLP` if None.
+        model: A model with static gates, from `add_gates` or in our own layers. It is not changed.
+        example: Example inputs of the model, see `find_units`. None for random inputs to a
+            `GatedMLP`.
         more_examples: Further examples, which take other branches of the model.
-        multiple: Keep closed feed-forward units and channels, with weights of 0, until their number
-            is a multiple of this: GPUs multiply matrices of odd sizes slowly.
+        multiple: Round the number of feed-forward units and channels up to a multiple of this, by
+            keeping closed ones with weights of 0: GPUs multiply matrices of odd sizes slowly.
+
+    Returns:
+        The compact model, and what was and was not removed.
+
+    Raises:
+        ValueError: If the model has no static gates, or `add_gates` gave it input-dependent ones.
 
     >>> from dg_lightning import add_gates
     >>> net, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 8)
@@ -276,15 +283,15 @@ def compact(
         example = torch.randn(2, model.in_features, generator=generator, device="cpu")
     added, own = gated_units(small), _own_layers(small)
     if not added and not own:
-        raise ValueError(f"{type(model).__name__} has no static gates to take units out by.")
+        raise ValueError(f"{type(model).__name__} has no static gates: add some with `add_gates`.")
     for name, (_, gate) in added.items():
         if gate.input_dependent:
             raise ValueError(
-                f"The gate of {name} depends on the input, so each of its units may be needed: "
-                "only what static gates close can be taken out."
+                f"The gate of {name} must be static, because input-dependent gates may need any "
+                "of their units."
             )
     for child in small.modules():
-        set_connections(child, None)  # the shapes are about to change; missing ones weigh 0
+        set_connections(child, None)  # shapes will change; missing connections have weight 0
     examples = [example, *more_examples]
     watch = OutputComparison(small, examples)
     gated, notes = _own_units(small, own, examples)
@@ -300,8 +307,8 @@ def compact(
     is_open = {name: _fold_gate(small, *gated[name], multiple) for name in gated}
     if not watch.is_same(expected, *names):
         raise ValueError(
-            f"With weights of 0 in place of closed units {type(model).__name__} does not compute "
-            "the same: check for shared or parametrized weights."
+            f"Folding gates into weights changes the outputs of {type(model).__name__}: check for "
+            "shared or parametrized weights."
         )
     result = CompactModel(small, notes=notes, unused=watch.unused_parameters())
     for name, (units, gate) in gated.items():
@@ -309,11 +316,11 @@ def compact(
             _remove_units(result, units, is_open[name], watch)
         if not bool((gate(torch.zeros(1, device=gate.threshold.device)) != 0).any()):
             result.notes.append(
-                f"{name}: all {units.kind} are closed, one stays: a layer needs one."
+                f"{name}: all {units.kind} are closed; one is kept because a layer needs one."
             )
     for name, left in gate_layers(small, required=False).items():
         if not left.input_dependent and not any(note.startswith(f"{name}:") for note in notes):
-            result.notes.append(f"{name}: this gate stays, nothing is known of what it closes.")
+            result.notes.append(f"{name}: this gate stays because its units were not found.")
     result.hook = explain_shape_errors(small)
     return result
 
@@ -327,7 +334,7 @@ def _own_layers(model: nn.Module) -> list[Any]:
 def _own_units(
     model: nn.Module, layers: Sequence[Any], examples: Sequence[Any]
 ) -> tuple[dict[str, tuple[Units, Gate]], list[str]]:
-    """Return the units of gates of our own layers, by the map that reads them, and notes."""
+    """Return the units and gates of our own layers, by the name of the consumer, and notes."""
     if not layers:
         return {}, []
     names = {module: name for name, module in model.named_modules()}
@@ -336,11 +343,11 @@ def _own_units(
         layer.gate = None
     try:
         found = find_units(model, examples[0], examples[1:])
-    except Exception as error:  # of a model that reads its gates
+    except Exception as error:  # a model may access its gates, and fail in any way without them
         found = UnitSearchResult({}, {}, {})
-        reason = " ".join(f"without its gates the model fails ({error})".split())
+        reason = " ".join(f"the model fails without its gates ({error})".split())
     else:
-        reason = "no map reads these units alone"
+        reason = "its units do not feed exactly one linear layer"
     finally:
         for layer, (_, gate) in gates.items():
             layer.gate = gate
@@ -351,7 +358,7 @@ def _own_units(
         if len(consumers) == 1 and found.units[consumers[0]].size == gate.units:
             gated[consumers[0]] = found.units[consumers[0]], gate
         else:
-            notes.append(f"{name}: this gate stays, {reason}.")
+            notes.append(f"{name}: this gate stays because {reason}.")
     return gated, notes
 
 
@@ -365,7 +372,7 @@ def _fold_input_gates(model: nn.Module) -> None:
             continue
         first = net.layers()[:1]
         if first and first[0].gate is not None and first[0].gate.input_dependent:
-            continue  # it reads the inputs too
+            continue  # this gate also reads the inputs
         (consumer,) = gate.feeds.consumers
         value = gate.eval()(torch.zeros(1, device=gate.threshold.device))
         consumer.weight.mul_(value.to(consumer.weight))  # type: ignore[operator]
@@ -373,7 +380,7 @@ def _fold_input_gates(model: nn.Module) -> None:
 
 
 def explain_shape_errors(model: nn.Module) -> RemovableHandle:
-    """Let errors of a compact model say what may have caused them."""
+    """Add a note on the likely cause to errors of a compact model."""
     return model.register_forward_hook(_add_note, always_call=True)
 
 
@@ -382,21 +389,20 @@ def _add_note(model: nn.Module, args: Any, output: Any) -> None:
     if isinstance(error, RuntimeError | ValueError | IndexError):
         note = (
             f"`compact` has removed units from this {type(model).__name__}. If shapes do not fit, "
-            "this call takes a branch that its examples did not take: give one that does in "
-            "`more_examples`."
+            "this call may take a branch that no example took: add one to `more_examples`."
         )
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
 
 def _fold_gate(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:
-    """Multiply weights by a static gate, and return which blocks are kept, at least one."""
+    """Multiply the consumer's weights by a static gate, and return which blocks are kept."""
     consumer: Any = model.get_submodule(units.consumer)
     value: Tensor = gate.eval()(torch.zeros(1, device=gate.threshold.device))
     as_matrix(consumer, consumer.weight).mul_(value.to(consumer.weight)[:, None])
     is_open = (value.reshape(units.blocks, -1) != 0).any(1).cpu()
     multiple = multiple if units.block_size == 1 else 1
-    wanted = max(int(is_open.sum()), 1)  # a layer needs a unit
+    wanted = max(int(is_open.sum()), 1)  # a layer needs at least one unit
     count = min(-(-wanted // multiple) * multiple, len(is_open))
     kept = (~is_open).int().argsort(stable=True)[:count]
     return torch.zeros_like(is_open).index_fill(0, kept, True)
@@ -414,7 +420,7 @@ def _remove_units(
         for name, key in chosen:
             edit.set_number(name, key, numbers[name, key])
         if watch.is_same(expected, units.consumer):
-            # Numbers of units that this example does not need may be needed by others.
+            # Other inputs may need attributes that these examples do not use.
             for name, key in edit.counts(units, set(numbers) - set(chosen)):
                 fits = len(edit.changes)
                 edit.set_number(name, key, numbers[name, key])
@@ -426,13 +432,13 @@ def _remove_units(
         edit.undo(shrunk)
     edit.undo(0)
     result.notes.append(
-        f"{units.consumer}: {int((~is_open).sum())} closed {units.kind} stay, as weights of 0: "
-        f"with fewer, {type(result.model).__name__} does not compute the same."
+        f"{units.consumer}: {int((~is_open).sum())} closed {units.kind} stay, with weights of 0: "
+        f"{type(result.model).__name__} does not compute the same without them."
     )
 
 
 def _subsets(items: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return all subsets, small ones first; of many items only none and all."""
+    """Return all subsets, small ones first; if there are many items, only none and all."""
     if len(items) > _MOST_ATTRIBUTES:
         return iter([(), tuple(items)])
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
@@ -442,10 +448,14 @@ _FORMAT = "dg_lightning compact model, version 1"
 
 
 def save_compact(result: CompactModel, path: str | Path) -> None:
-    """Write the weights of a compact model to `path`, and its recipe beside it.
+    """Save the weights of a compact model to `path`, and its recipe to `<path>.json`.
 
-    The recipe, `<path>.json`, holds every number of a module that is not what the model's
-    constructor makes it, such as the heads of an attention.
+    The recipe holds the attributes that differ from those set by the model's constructor, such as
+    the number of attention heads.
+
+    Args:
+        result: The compact model.
+        path: The file for the weights, in safetensors format.
     """
     from safetensors.torch import save_model
 
@@ -457,14 +467,14 @@ def save_compact(result: CompactModel, path: str | Path) -> None:
 
 
 def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
-    """Return a compact model from its files.
+    """Load a compact model from its files.
 
     Args:
-        build: Makes the model as it was before gates were put in, for example its constructor.
-        path: The file that `save_compact` has written.
+        build: Returns the original model without gates, for example its constructor.
+        path: The file written by `save_compact`.
 
     Raises:
-        ValueError: If the files do not fit what `build` makes.
+        ValueError: If the files do not fit the model that `build` returns.
     """
     from safetensors import safe_open
 
@@ -478,12 +488,12 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
         setattr(_submodule(model, name, path), key, number)
     loaded = set()
     with safe_open(str(path), framework="pt") as file, torch.no_grad():
-        for full in file.keys():  # noqa: SIM118, it is no dict
+        for full in file.keys():  # noqa: SIM118, not a dict
             name, _, key = full.rpartition(".")
             module = _submodule(model, name, path)
             tensor, old = file.get_tensor(full), getattr(module, key, None)
             if not isinstance(old, torch.Tensor):
-                raise ValueError(f"{path} has a {full}, which {type(model).__name__} lacks.")
+                raise ValueError(f"{path} contains {full}, which {type(model).__name__} lacks.")
             if old.shape != tensor.shape:
                 new = torch.empty_like(tensor, dtype=old.dtype, device=old.device)
                 is_parameter = isinstance(old, nn.Parameter)
@@ -507,7 +517,7 @@ def _submodule(model: nn.Module, name: str, path: Path) -> nn.Module:
     found: nn.Module | None = dict(model.named_modules()).get(name)
     if found is None:
         raise ValueError(
-            f"{path} has a {name}, which {type(model).__name__} lacks: let `build` make the model "
-            "that gates were put into."
+            f"{path} contains {name}, which {type(model).__name__} lacks: `build` must return the "
+            "original model without gates."
         )
     return found

@@ -1,7 +1,8 @@
-"""Turns a trained dense Transformer into one whose tokens run some blocks of each feed-forward.
+"""Convert a trained dense Transformer so that each token runs only some feed-forward blocks.
 
-Three steps: units that are active together become blocks; gates are taught which blocks carry most
-of a token's output, while the model is frozen; all is trained on, while the budget is held.
+1. Group units that are active together into blocks.
+2. Freeze the model, and teach gates which blocks contribute most to a token's output.
+3. Fine-tune all weights within the budget.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,14 +31,14 @@ _MAX_RUNS = 10
 
 @torch.no_grad()
 def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
-    """Return an order of units in which those that are active together are neighbours.
+    """Return an order of units that puts those active together side by side.
 
-    K-means by cosine with clusters of equal size.
+    Uses k-means with cosine similarity and clusters of equal size.
 
     Args:
-        activity: What each unit contributes to each token, ``(tokens, units)``, at least 0.
-        size: Units of a block, which must divide their number.
-        seed: Of the first centres.
+        activity: Non-negative contribution of each unit to each token, ``(tokens, units)``.
+        size: Units per block, which must divide the number of units.
+        seed: Seed of the initial centres.
 
     >>> together = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [2, 0, 2, 0]])
     >>> sorted(cluster_units(together, 2)[:2].tolist()) in ([0, 2], [1, 3])
@@ -57,9 +58,10 @@ def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
 
 
 def _assign(similarity: Tensor, size: int) -> Tensor:
-    """Return the block of each unit: the most similar one that has room for it.
+    """Assign each unit to its most similar block that has room.
 
-    Units apply to a block, and it takes those that suit it best; the others try the next one.
+    Greedy assignment with capacities: each block accepts the most similar units that want it, and
+    the others try their next choice.
     """
     block = torch.full((len(similarity),), -1, device=similarity.device)
     room = torch.full((similarity.shape[1],), size, device=similarity.device)
@@ -76,18 +78,18 @@ def _assign(similarity: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def reorder_units(model: nn.Module, units: Units, order: Tensor) -> None:
-    """Put units into a new order, in the maps that make them and in the one that reads them.
+    """Permute units in their producers and their consumer, in place.
 
-    The model computes the same as before.
+    The outputs of the model do not change.
 
     Args:
         model: The model.
         units: Units of a feed-forward.
-        order: The unit that comes first, second and so on.
+        order: Index of the unit to put first, second and so on.
     """
     for name, rows in units.producers.items():
         producer: Any = model.get_submodule(name)
-        # Rows by unit: one each, or two in a map that makes both halves of a gated unit.
+        # A unit has one row, or two if the layer produces both halves of a gated unit.
         by_unit = rows.argsort(stable=True).view(units.size, -1)
         source = torch.empty_like(rows)
         source[by_unit] = by_unit[order.cpu()]
@@ -101,9 +103,9 @@ def reorder_units(model: nn.Module, units: Units, order: Tensor) -> None:
     consumer.weight.copy_(consumer.weight.index_select(axis, order.to(consumer.weight.device)))
 
 
-Loss: TypeAlias = Callable[[Any], Tensor]  # of a batch
+Loss: TypeAlias = Callable[[Any], Tensor]  # maps a batch to its loss
 
-_SAMPLE = 4096  # tokens by which units are clustered
+_SAMPLE = 4096  # tokens used for clustering
 _LEARNING_RATE = 3e-3
 
 
@@ -111,7 +113,7 @@ _LEARNING_RATE = 3e-3
 def _recording(
     model: nn.Module, found: UnitSearchResult
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Record what the producers and the consumers of units are called with, by consumer."""
+    """Record the inputs of producers and consumers, both by the name of the consumer."""
     inputs: dict[str, Tensor] = {}
     units: dict[str, Tensor] = {}
 
@@ -132,7 +134,7 @@ def _recording(
 
 
 def _weights(model: nn.Module, group: Units) -> Tensor:
-    """Return the weights that read units, ``(outputs, units)``."""
+    """Return the consumer's weights, ``(outputs, units)``."""
     consumer: Any = model.get_submodule(group.consumer)
     return as_matrix(consumer, consumer.weight).flatten(1).detach().float()
 
@@ -141,7 +143,7 @@ def _weights(model: nn.Module, group: Units) -> Tensor:
 def cluster(
     model: nn.Module, found: UnitSearchResult, gates: Mapping[str, Gate], run: Loss, batch: Any
 ) -> None:
-    """Make units neighbours that are active together, by the tokens of a batch."""
+    """Reorder units so that those active together on a batch share a block."""
     model.eval()
     weight = next(model.parameters())
     exact = torch.autocast(weight.device.type, enabled=False)
@@ -156,14 +158,14 @@ def cluster(
         reorder_units(model, group, orders[name])
     with exact:
         after = run(batch)
-    same = 1e-4 if weight.dtype.itemsize >= 4 else 1e-2  # by rounding
+    same = 1e-4 if weight.dtype.itemsize >= 4 else 1e-2  # rounding tolerance
     if not torch.allclose(after.float(), before.float(), rtol=same, atol=same):
         for name, group in found.units.items():
-            reorder_units(model, group, orders[name].argsort())  # as it was
+            reorder_units(model, group, orders[name].argsort())  # undo
         raise ValueError(
-            f"{type(model).__name__} computes something else when units of its feed-forwards come "
-            f"in another order (loss {float(before):.4f}, then {float(after):.4f}): it has weights "
-            "of its own for each unit; name other maps with `layers`."
+            f"Reordering feed-forward units changes the outputs of {type(model).__name__} (loss "
+            f"{float(before):.4f}, then {float(after):.4f}), probably because of other per-unit "
+            "weights: select other layers with `layers`."
         )
 
 
@@ -175,7 +177,7 @@ def teach(
     batches: Iterable[Any],
     share: float,
 ) -> None:
-    """Teach gates which blocks carry most of a token's output."""
+    """Teach gates which blocks contribute most to a token's output."""
     model.eval()
     squares = {}
     for name, group in found.units.items():
@@ -200,35 +202,35 @@ def teach(
 
 
 def _carried(units: Tensor, squares: Tensor) -> Tensor:
-    """Return the share of the length of a token's output that each block carries."""
+    """Return the norm of each block's output, normalised to sum to 1 per token."""
     by_block = units.float().unflatten(-1, (len(squares), -1)).transpose(0, 1)  # blocks first
     lengths: Tensor = ((by_block @ squares) * by_block).sum(-1).clamp_min(0).sqrt().t()
     return lengths / lengths.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
 def _largest(carried: Tensor, share: float) -> Tensor:
-    """Return 1 for the largest entries of all tokens together, that many of them."""
+    """Return 1 for the given share of largest entries over all tokens, otherwise 0."""
     flat = carried.flatten()
     least = flat.kthvalue(max(len(flat) - round(share * len(flat)), 1)).values
     return (carried > least).float()
 
 
-_CHECKED = 32  # batches by which losses are compared
-_LANDED_BY = 8  # batches by which gates land on the budget
-_LANDINGS = 3
+_CHECKED = 32  # batches used to compare losses
+_LANDED_BY = 8  # batches used to match the budget after fine-tuning
+_LANDINGS = 3  # shifts to match the budget
 _SHIFT_EVERY = 5  # steps
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has done.
+    """The result of `convert`.
 
     Args:
-        budget: The share of the MACs of the gated feed-forwards that was allowed.
-        used: The share that is used, with decisions.
+        budget: Allowed share of the MACs of the gated feed-forwards.
+        used: Share of these MACs in use, gate networks included.
         loss_before: Loss of the dense model.
         loss_after: Loss of the converted model.
-        found: What has got gates.
+        found: The gated units.
         settings: Settings of the gates.
     """
 
@@ -262,26 +264,28 @@ def convert(
     learning_rate: float = 3e-4,
     progress: bool = True,
 ) -> Converted:
-    """Put token-wise gates into a trained Transformer, teach them, and train it on.
+    """Add per-token gates to a trained Transformer, train them, and fine-tune the model.
 
-    The model is changed in place: its units come in another order, gates live under the maps that
-    read them (see `add_gates`), and weights are trained on. Run it under `torch.autocast` for mixed
-    precision.
+    The model is changed in place: units are reordered, gates are added as in `add_gates`, and
+    weights are fine-tuned. Run it under `torch.autocast` for mixed precision.
 
     Args:
         model: The trained model.
-        batches: Training batches, as often as needed.
-        budget: The share of the feed-forwards' MACs that may be used, decisions included.
+        batches: Training batches, repeated as often as needed.
+        budget: Share of the feed-forwards' MACs that may be used, gate networks included.
         gate: Settings of the gates, which must be dynamic; None for blocks of 64 units.
-        loss: Returns the loss of a batch, which it hands to the model. None for the `losses` of our
-            modules, or the `.loss` that models of Hugging Face return.
-        validation: Batches by which losses are compared; None for the first training batches.
-        example: What the model is called with, see `find_units`.
-        layers: Name patterns of the maps that read the units; None for all feed-forwards.
-        teach_steps: Steps in which gates are taught.
-        tune_steps: Steps in which all is trained on.
-        learning_rate: The highest learning rate of these steps.
+        loss: A function that runs the model on a batch and returns the loss. None for the `losses`
+            of our modules, or the `.loss` that Hugging Face models return.
+        validation: Batches used to compare losses; None for the first training batches.
+        example: Example inputs of the model, see `find_units`.
+        layers: Name patterns of the layers that consume the units; None for all feed-forwards.
+        teach_steps: Steps that train the gates alone.
+        tune_steps: Steps that fine-tune all weights.
+        learning_rate: Peak learning rate of fine-tuning.
         progress: Whether to show a progress bar.
+
+    Returns:
+        The budget and its use, and the losses before and after.
 
     >>> from torch.nn import functional as F
     >>> from dg_lightning.layers import GPT
@@ -307,16 +311,16 @@ def convert(
     share = budget - _decision_share(gates)
     if share <= 0:
         raise ValueError(
-            f"The decisions alone cost {budget - share:.1%} of the feed-forwards' MACs, more than "
-            f"`budget`={budget}: raise it, or take larger blocks."
+            f"`budget` must exceed the cost of the gates, {budget - share:.1%} of the "
+            f"feed-forwards' MACs, got {budget}: raise it, or use larger blocks."
         )
     device = next(model.parameters()).device
     run = _on_device(evaluate, device)
     if iter(batches) is batches:
-        raise ValueError("The batches can be read once only: give a loader or a list.")
+        raise ValueError("`batches` must be iterable more than once: give a loader or a list.")
     held_out = list(islice(batches if validation is None else validation, _CHECKED))
     if not held_out:
-        raise ValueError("There are no batches: give some.")
+        raise ValueError("`batches` and `validation` must not be empty.")
     was_training = model.training
     before = _mean_loss(model, run, held_out)
     endless = _endless(batches)
@@ -328,7 +332,7 @@ def convert(
 
     teach(model, found, gates, run, shown("Teaching gates", teach_steps), share)
     register_gates(model, found, gates)
-    _tune(model, gates, run, shown("Training on", tune_steps), tune_steps, share, learning_rate)
+    _tune(model, gates, run, shown("Fine-tuning", tune_steps), tune_steps, share, learning_rate)
     used = _land(model, gates, run, held_out[:_LANDED_BY], share) + budget - share
     after = _mean_loss(model, run, held_out)
     model.train(was_training)
@@ -352,7 +356,7 @@ def _loss_of(model: Any) -> Loss:
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{type(model).__name__} returns no `.loss` for a batch: give `loss`, a function "
-                "that takes a batch and returns the loss."
+                "that maps a batch to its loss."
             )
         return value
 
@@ -361,7 +365,7 @@ def _loss_of(model: Any) -> Loss:
 
 def _on_device(loss: Loss, device: torch.device) -> Loss:
     def run(batch: Any) -> Tensor:
-        torch.clear_autocast_cache()  # weights have changed since the last batch
+        torch.clear_autocast_cache()  # the weights have changed since the last batch
         return loss(move_data_to_device(batch, device))
 
     return run
@@ -379,12 +383,12 @@ def _feed_forwards(model: nn.Module, example: Any, layers: list[str] | None) -> 
             f"{type(model).__name__} has no feed-forward to convert: "
             f"{'; '.join(found.reasons()) or 'none was found'}."
         )
-    units = filter_by_name(units, layers, "map with units to gate")
+    units = filter_by_name(units, layers, "layer with units to gate")
     return UnitSearchResult(units, found.skipped, found.calls_per_sample)
 
 
 def _decision_share(gates: Mapping[str, Gate]) -> float:
-    """Return what decisions cost, over the MACs of the feed-forwards."""
+    """Return the MACs of the gate networks relative to those of the feed-forwards."""
     maps = [module for gate in gates.values() for module in _maps(gate)]
     dense = sum(int(module.weight.numel()) for module in maps)
     return sum(int(gate.decision_macs()) for gate in gates.values()) / dense
@@ -423,7 +427,7 @@ def _tune(
     share: float,
     learning_rate: float,
 ) -> None:
-    """Train everything on, while the budget is held."""
+    """Fine-tune all weights while holding the budget."""
     model.train()
     of_gates = {id(p) for gate in gates.values() for p in gate.parameters()}
     weights = [p for p in model.parameters() if p.requires_grad and id(p) not in of_gates]
@@ -449,12 +453,12 @@ def _tune(
 def _land(
     model: nn.Module, gates: Mapping[str, Gate], run: Loss, batches: list[Any], share: float
 ) -> float:
-    """Shift gates so that some batches use the budget, and return what they use."""
+    """Shift gates to match the budget on some batches, and return the share in use."""
     model.eval()
     budget = _budget(model, gates, share)
 
     def look() -> None:
-        """Let gates have recorded all batches, as if they were one."""
+        """Run all batches, and record their gates as one large batch."""
         seen: dict[Gate, list[Tensor]] = {gate: [] for gate in gates.values()}
         for batch in batches:
             run(batch)
@@ -464,7 +468,7 @@ def _land(
         for gate, kept in seen.items():
             gate.probability = gate.gate = torch.cat(kept)
 
-    for _ in range(_LANDINGS):  # later gates read what earlier ones let through
+    for _ in range(_LANDINGS):  # shifting a gate changes the inputs of later ones
         look()
         budget.shift(budget.shift_for(share))
     look()

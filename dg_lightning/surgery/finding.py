@@ -1,4 +1,4 @@
-"""Find the units of a model that can be gated: use autograd to find independent units."""
+"""Find units of a model that can be gated, using autograd."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,23 +15,24 @@ from dg_lightning.surgery.watching import units_read_elsewhere
 
 Kind: TypeAlias = Literal["feed_forward", "heads", "channels"]
 
-_MIN_KNOWN_SHARE = 0.9  # of a map's outputs, which tell the order of the others
+_MIN_KNOWN_SHARE = 0.9  # share of a layer's outputs with a known block, to infer the others
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Units between linear maps that can be closed, one by one or in blocks.
+    """Units between linear layers that can be closed, one by one or in blocks.
 
     Args:
-        kind: What they are.
-        producers: For each map that makes them, the block of each of its outputs.
-        consumer: The map that reads them.
+        kind: The kind of units.
+        producers: For each layer that produces the units, the block of each of its outputs.
+        consumer: The layer that consumes the units.
         size: The number of inputs of the consumer.
         block_size: The number of neighbouring inputs that close together.
-        is_tokenwise: Whether each position of the consumer's input depends on the same position of
-            the producers' alone, as a gate that decides by position needs.
+        is_tokenwise: Whether each position of the consumer's input depends only on the same
+            position of the producers' outputs. Per-token gates require this.
         between: Modules with weights on the way from producers to consumer, such as norms.
-        is_known: Whether they are known to go their own ways, so that closed ones need not be made.
+        is_independent: Whether units are known not to mix on this way, so that closed ones need not
+            be computed.
     """
 
     kind: Kind
@@ -45,21 +46,22 @@ class Units:
 
     @property
     def blocks(self) -> int:
-        """The number of gates they need."""
+        """The number of blocks, each of which needs a gate."""
         return self.size // self.block_size
 
     def __str__(self) -> str:
         what = {"feed_forward": "units", "heads": "heads", "channels": "channels"}[self.kind]
         inputs = "" if self.block_size == 1 else f" of {self.block_size}"
-        return f"{self.blocks} {what}{inputs}, made by {', '.join(self.producers)}"
+        return f"{self.blocks} {what}{inputs}, produced by {', '.join(self.producers)}"
 
 
 class Probe:
-    """Asks autograd which outputs of the producers each input of a map depends on.
+    """Determines which producer outputs each input of a linear layer depends on.
 
-    Neighbouring inputs are taken in blocks, of one input at first. Every block has a number; for
-    each of its binary digits, the outputs behind blocks that have it must not be behind blocks that
-    lack it. Then the digits of an output are the number of its block. Otherwise blocks are larger.
+    Inputs are split into blocks of neighbours, initially of one input each, and blocks are
+    numbered. For each binary digit of these numbers, autograd shows which outputs affect blocks
+    whose digit is 1, and which affect blocks whose digit is 0. If no output affects both, its
+    digits are the number of its block. Otherwise larger blocks are tried.
     """
 
     def __init__(self, call: Call, sources: list[Call]) -> None:
@@ -67,14 +69,15 @@ class Probe:
         self.sources = sources
         self.inputs = as_matrix(call.module, call.module.weight).shape[1]
         self._sizes = [n for n in range(1, self.inputs) if self.inputs % n == 0]
-        self._seen: list[list[tuple[Tensor, Tensor]]] = []  # with and without a digit, by source
+        # By digit and source: outputs that affect blocks whose digit is 1, and those where it is 0.
+        self._seen: list[list[tuple[Tensor, Tensor]]] = []
         self._by_position = True
         self._changes = False
 
     def update(self, call: Call, sources: list[Call]) -> None:
-        """Look at a recording: smaller blocks that do not fit are given up."""
+        """Add a recording, and increase the block size until it fits."""
         if [s.name for s in sources] != [s.name for s in self.sources]:
-            self._changes = True  # by another path than before
+            self._changes = True
             return
         while self._sizes and not self._fits(call, sources):
             self._sizes.pop(0)
@@ -99,12 +102,12 @@ class Probe:
         return True
 
     def _rows(self, source: int) -> Tensor:
-        """Return the block of each output of a source, -1 where it is not known."""
+        """Return the block of each output of a source, -1 if unknown."""
         pairs = [digit[source] for digit in self._seen]
         number = torch.stack([one.long() << i for i, (one, _) in enumerate(pairs)]).sum(0)
         known = torch.stack([one | zero for one, zero in pairs]).all(0)
         in_order = torch.arange(len(known), device="cpu") // max(len(known) // self._blocks, 1)
-        # A few outputs may be inactive whatever the noise, as behind negative weights and a ReLU.
+        # Some outputs are inactive for any noise, for example if a ReLU always cuts them off.
         if known.float().mean() > _MIN_KNOWN_SHARE and torch.equal(number[known], in_order[known]):
             return in_order
         return torch.where(known, number, -1)
@@ -115,7 +118,7 @@ class Probe:
 
     @property
     def done(self) -> bool:
-        """Whether the block of every output is known, or that there are none."""
+        """Whether the search has ended: the block of every output is known, or none exist."""
         if not self._sizes or self._changes:
             return True
         if not self._seen:
@@ -127,17 +130,17 @@ class Probe:
         return True
 
     def rejection_reason(self) -> str | None:
-        """Return why the inputs are no units of their own; None if they are."""
+        """Return why the inputs cannot be gated; None if they can."""
         if self._changes:
-            return "what it reads depends on the input"
+            return "it reads from different layers for different inputs"
         if not self._sizes:
-            return "units are mixed on the way to it, as by a norm or a sum"
+            return "units are mixed on the way to it, for example by a norm or a sum"
         if not self.done:
-            return "this example does not tell: some units change nothing, give a longer one"
+            return "some units were inactive on this example: give a longer one"
         return None
 
     def units(self, between: Mapping[str, nn.Module]) -> Units:
-        """Return the units, given the modules with weights on the way to the map."""
+        """Return the units, given the modules with weights on the way to the consumer."""
         size = self._sizes[0]
         maps = [self.consumer, *self.sources]
         kernels = [as_matrix(m.module, m.module.weight).shape[2] for m in maps]
@@ -154,7 +157,7 @@ class Probe:
 
 
 def _behind(call: Call, sources: list[Call], chosen: Tensor) -> list[Tensor]:
-    """Return which outputs of each source the chosen inputs of a map depend on."""
+    """Return which outputs of each source the chosen inputs of a layer depend on."""
     assert call.x is not None
     x = call.x.movedim(unit_axis(call.module), -1)
     direction = torch.zeros_like(x)
@@ -170,13 +173,13 @@ def _behind(call: Call, sources: list[Call], chosen: Tensor) -> list[Tensor]:
 
 
 def _is_by_position(call: Call, sources: list[Call]) -> bool:
-    """Return True if the first and the last position depend on the same of each source alone."""
+    """Return True if the first and last position depend only on the same position of sources."""
     assert call.x is not None
     rows = call.x.reshape(-1, call.x.shape[-1])
     if any(s.leaf.shape[:-1] != call.x.shape[:-1] for s in sources):
         return False
     if len(rows) == 1 and call.x.ndim > 2:
-        return False  # of a sequence, one position tells nothing
+        return False  # a sequence of one position cannot show mixing
     leaves = [s.leaf for s in sources]
     for position in {0, len(rows) - 1}:
         gradients = torch.autograd.grad(
@@ -190,23 +193,29 @@ def _is_by_position(call: Call, sources: list[Call]) -> bool:
     return True
 
 
-_NOISE_SCALES = (1.0, 30.0)  # of noise
-_MAX_RUNS = 24  # runs with other noise, for units that were inactive before
+_NOISE_SCALES = (1.0, 30.0)
+_MAX_RUNS = 24  # runs with different noise, to activate all units
 _NAMES_OF_0_2 = {"by_position": "is_tokenwise", "is_known": "is_independent"}
-_REASONS = 6  # that are printed
-_READ_ELSEWHERE = "what it reads is read elsewhere too"
+_REASONS = 6  # names printed for each reason
+_READ_ELSEWHERE = "its inputs are also read elsewhere"
 
 
 @dataclass(frozen=True)
 class UnitSearchResult:
-    """What can be gated in a model, and why the inputs of other maps cannot, by the maps' names."""
+    """The units of a model that can be gated, and the reasons why others cannot.
+
+    Args:
+        units: The units, by the name of their consumer.
+        skipped: Why the inputs of other layers cannot be gated, by layer name.
+        calls_per_sample: How often each linear layer runs per sample.
+    """
 
     units: dict[str, Units]
     skipped: dict[str, str]
-    calls_per_sample: dict[str, int]  # how often each map runs for a sample
+    calls_per_sample: dict[str, int]
 
     def state(self) -> dict[str, Any]:
-        """Return it as plain values and tensors, without reasons, for a checkpoint."""
+        """Return plain values and tensors for a checkpoint, without reasons."""
         units = {name: {**vars(u), "between": list(u.between)} for name, u in self.units.items()}
         return {"units": units, "positions": self.calls_per_sample}
 
@@ -224,13 +233,13 @@ class UnitSearchResult:
         return "\n".join([*lines, *self.reasons()])
 
     def reasons(self) -> list[str]:
-        """Return a line for each map that was left alone, at most a few for one reason."""
+        """Return a line for each reason, with the names of the skipped layers."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
             by_reason.setdefault(reason, []).append(name)
         return [
-            f"{', '.join(names[:_REASONS])}{' ...' if len(names) > _REASONS else ''}: left alone, "
-            f"{reason}"
+            f"{', '.join(names[:_REASONS])}{' ...' if len(names) > _REASONS else ''}: skipped "
+            f"because {reason}"
             for reason, names in by_reason.items()
         ]
 
@@ -239,30 +248,33 @@ class UnitSearchResult:
 def find_units(
     model: nn.Module, example: Any = None, more_examples: Sequence[Any] = ()
 ) -> UnitSearchResult:
-    """Return what can be gated in a model. The model is left as it was.
+    """Find the units of a model that can be gated, without changing the model.
 
     Args:
         model: The model. It is run in evaluation mode, without dropout.
-        example: What it is called with: a tensor, a tuple, or a dict by name. None for its
+        example: Example inputs: a tensor, a tuple, or a dict by argument name. None for the model's
             `example_input_array` (Lightning) or `dummy_inputs` (Hugging Face).
-        more_examples: Further examples, which take other branches of the model. What no example
-            runs is not seen.
+        more_examples: Further examples, which take other branches of the model. Layers that no
+            example runs are not found.
+
+    Returns:
+        The units, and the skipped layers with reasons.
 
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(find_units(net, torch.randn(2, 8)))
-    2: 4 units, made by 0
-    0: left alone, it reads the model's input
+    2: 4 units, produced by 0
+    0: skipped because it reads the model's input
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} is on the meta device, where nothing can be run: give it "
-            "weights first."
+            f"{type(model).__name__} is on the meta device, where it cannot run: load its weights "
+            "first."
         )
     examples = [example, *more_examples]
     probes: dict[str, Probe] = {}
     skipped: dict[str, str | None] = {}
     for seed in range(_MAX_RUNS):
-        # Some units are mixed only where they are large.
+        # Some units mix only if they are large.
         scale = _NOISE_SCALES[seed % len(_NOISE_SCALES)]
         graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
         for graph, call in _calls(graphs):
@@ -288,7 +300,7 @@ def find_units(
     for name in units_read_elsewhere(model, examples, units):
         del units[name]
         skipped[name] = (
-            "its units change outputs even where they are closed, as by a top-k mask, a detached "
+            "its units affect outputs even when closed, for example by a top-k mask, a detached "
             "norm or a weight that is used twice"
         )
     reasons = {name: reason for name, reason in skipped.items() if reason is not None}
@@ -296,7 +308,7 @@ def find_units(
 
 
 class _Graph:
-    """What reads what in a recording."""
+    """The connections between the layers of a recording."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._model = model
@@ -325,11 +337,11 @@ class _Graph:
         self._tied = _tied_modules(model)
 
     def sources(self, call: Call) -> list[Call]:
-        """Return the calls whose outputs a map's input depends on."""
+        """Return the calls whose outputs a layer's input depends on."""
         return self._sources[id(call)]
 
     def between(self, call: Call) -> dict[str, nn.Module]:
-        """Return the modules with weights on the way to a map's input."""
+        """Return the modules with weights on the way to a layer's input."""
         behind = self._behind[id(call)]
         return {
             name: self._model.get_submodule(name)
@@ -338,21 +350,21 @@ class _Graph:
         }
 
     def rejection_reason(self, call: Call) -> str | None:
-        """Return why the inputs of a map are no units of their own; None if they may be."""
+        """Return why the inputs of a layer cannot be gated; None if they may be."""
         sources = self.sources(call)
         if call.module in self._gated:
-            return "it has a gate already"
+            return "it already has a gate"
         if self._leaves[id(call)] & self._inputs:
             if not sources:
                 return "it reads the model's input"
-            return "the model's input is mixed into what it reads, as by an adjacency or a residual"
+            return "the model's input is mixed into its input, for example by a residual connection"
         if embeddings := [s.name for s in sources if s.x is None]:
-            return f"it reads {embeddings[0]}, an embedding"
+            return f"it reads from {embeddings[0]}, an embedding"
         if not sources:
-            return "it reads no other map"
+            return "it reads from no other layer"
         for part in (call, *sources):
             if self._calls.count(part.name) > 1:
-                return f"{part.name} runs several times in a pass"
+                return f"{part.name} runs several times per forward pass"
             if part.module in self._tied:
                 return f"the weight of {part.name} is tied to another module's"
         for source in sources:
@@ -366,12 +378,12 @@ class _Graph:
 
 
 def _calls(graphs: Iterable[_Graph]) -> Iterator[tuple[_Graph, Call]]:
-    """Yield every call of a linear map, with the run that it belongs to."""
+    """Yield every call of a linear layer, with the graph of its run."""
     return ((graph, call) for graph in graphs for call in graph.maps)
 
 
 def _read_in_other_branches(graphs: Sequence[_Graph]) -> set[str]:
-    """Return the maps that read what another map reads in a run of another example."""
+    """Return the layers that share a producer with another layer in any of several runs."""
     consumers: dict[str, set[str]] = {}
     if len(graphs) > 1:
         for graph, call in _calls(graphs):
@@ -381,7 +393,7 @@ def _read_in_other_branches(graphs: Sequence[_Graph]) -> set[str]:
 
 
 def _not_run(model: nn.Module, graphs: Iterable[_Graph]) -> dict[str, str | None]:
-    """Return why some maps could not be seen."""
+    """Return the reasons why some layers could not be examined, by name."""
     ran = {call.module for graph in graphs for call in graph.maps}
     inside = gate_submodules(model)
     reasons: dict[str, str | None] = {}
@@ -391,23 +403,23 @@ def _not_run(model: nn.Module, graphs: Iterable[_Graph]) -> dict[str, str | None
         elif child in ran | inside:
             continue
         elif is_linear_map(child):
-            reasons[name] = "it did not run as a module: its weight is used by others, if at all"
+            reasons[name] = "it did not run as a module: its weight is read directly, if at all"
         elif isinstance(child, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             reasons[name] = _not_a_map(child)
     return reasons
 
 
 def _not_a_map(module: nn.Module) -> str:
-    """Return why a module that looks like a linear map is none."""
+    """Return why a layer that looks linear cannot be gated."""
     if "weight" not in dict(module.named_parameters(recurse=False)):
-        return "its weight is made of others"
+        return "its weight is computed from other parameters"
     if getattr(module, "groups", 1) > 1:
-        return "its channels are connected in groups"
-    return f"{type(module).__name__} computes with its weight in a way of its own"
+        return "it is a grouped convolution"
+    return f"{type(module).__name__} uses its weight in a custom way"
 
 
 def _nodes_behind(starts: Iterable[Tensor | None]) -> set[Any]:
-    """Return the nodes of the graphs behind tensors."""
+    """Return all autograd nodes that tensors depend on."""
     seen: set[Any] = set()
     pending = [_node(tensor) for tensor in starts if tensor is not None]
     while pending:
@@ -419,7 +431,7 @@ def _nodes_behind(starts: Iterable[Tensor | None]) -> set[Any]:
 
 
 def _node(tensor: Tensor) -> Any:
-    """Return the node of a tensor; for a leaf, the one that adds up its gradients."""
+    """Return the autograd node of a tensor; for a leaf, the one that accumulates gradients."""
     if tensor.requires_grad and tensor.grad_fn is None:
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return tensor.grad_fn

@@ -1,4 +1,4 @@
-"""Gates on the units of any model: they live beside its modules and act through hooks."""
+"""Add gates to the units of any model, through hooks."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from dg_lightning.gates.protocol import filter_by_name
 from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
 
-_GATE = "dg_gate"  # the attribute of a map under which the gate of its inputs lives
-_NESTED = "dg_use_nested_tensor"  # what a TransformerEncoder had before
+_GATE = "dg_gate"  # attribute of a layer that holds the gate on its inputs
+_NESTED = "dg_use_nested_tensor"  # original setting of a TransformerEncoder
 
 
 class Hooks:
-    """What a gate does in a forward pass of somebody's model.
+    """The hooks that apply a gate in the forward pass of a model.
 
-    A static gate is applied to the consumer's input. A gate that looks at the input decides when
-    its producer is called, on the producer's input.
+    A static gate multiplies the consumer's input. An input-dependent gate is computed from the
+    producer's input, when the producer is called.
 
     Args:
-        gate: The gate, which knows the maps around it.
-        units: What it gates.
-        between: The modules with weights between the maps.
+        gate: The gate, with its `feeds` set.
+        units: The units that it gates.
+        between: The modules with weights between producers and consumer.
     """
 
     def __init__(self, gate: Gate, units: Units, between: list[nn.Module]) -> None:
@@ -46,7 +46,7 @@ class Hooks:
     def compute_gate(
         self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Decide by the producer's input."""
+        """Compute the gate from the producer's input."""
         self._open = self.gate(first_tensor(args, kwargs))
 
     def apply_gate(
@@ -66,7 +66,8 @@ class Hooks:
         return with_first_tensor(args, kwargs, lambda x: x * factor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None}  # with a graph it can be neither copied nor pickled
+        # Tensors with an autograd graph can be neither copied nor pickled.
+        return {**self.__dict__, "_open": None}
 
 
 @renamed(only="layers")
@@ -81,44 +82,45 @@ def add_gates(
     example: Any = None,
     more_examples: Sequence[Any] = (),
 ) -> UnitSearchResult:
-    """Put gates on the units, attention heads or channels of a model, however it is built.
+    """Add gates to the hidden units, attention heads or channels of any model.
 
-    Nothing of the model is replaced: its modules, its class and the keys of its state dict stay. A
-    gate lives under the map that reads its units (`<map>.dg_gate`) and acts through hooks. While
-    all gates are open, outputs are the same bits as before. Callbacks, ledger and penalties find
-    them as they find the gates of our own nets.
+    The model keeps its modules, its class and the keys of its state dict. Each gate is a submodule
+    of the layer that consumes its units (`<layer>.dg_gate`) and acts through hooks. While all gates
+    are open, outputs are bitwise identical to those of the ungated model. Callbacks, ledger and
+    penalties treat these gates like those of our own nets.
 
     Args:
         model: The model, a LightningModule or any other.
-        feed_forward: Gates on units between two linear maps, as plain values: `{"kind": "static"}`.
-        heads: Gates on attention heads, which must be static.
-        channels: Gates on channels between convolutions, which must be static.
-        pairs: Names of two maps each: the first makes units, the second reads them. Only these get
-            gates, those of `feed_forward`, whatever lies between them; nothing is looked for, and
-            only the second map is known to save compute.
-        layers: Name patterns of the maps that read the units; None for all.
-        example: What the model is called with, see `find_units`.
+        feed_forward: Settings of gates on units between two linear layers, such as
+            `{"kind": "static"}`.
+        heads: Settings of gates on attention heads, which must be static.
+        channels: Settings of gates on channels between convolutions, which must be static.
+        pairs: Names of producer and consumer layers. If given, the search is skipped: only these
+            pairs get gates, with the settings of `feed_forward`, and only the consumer counts as
+            saving compute.
+        layers: Name patterns of the layers that consume the units; None for all.
+        example: Example inputs of the model, see `find_units`.
         more_examples: Further examples, which take other branches of the model.
 
     Returns:
-        What has got gates, and what was left alone, with reasons.
+        The gated units, and the skipped layers with reasons.
 
     >>> from dg_lightning import gate_layers
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(add_gates(net, feed_forward={"kind": "static"}, example=torch.randn(2, 8)))
-    2: 4 units, made by 0
-    0: left alone, it reads the model's input
+    2: 4 units, produced by 0
+    0: skipped because it reads the model's input
     >>> list(gate_layers(net))
     ['2.dg_gate']
     """
     given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
     settings = {kind: value for kind, value in given.items() if value is not None}
     if not settings:
-        raise ValueError("Say what to gate: `feed_forward`, `heads` or `channels`.")
+        raise ValueError("Give settings for at least one of `feed_forward`, `heads`, `channels`.")
     if already := gated_units(model):
         raise ValueError(
-            f"{type(model).__name__} has gates already, as at {next(iter(already))}: give all "
-            "settings at once, or take them out first (`remove_gates`)."
+            f"{type(model).__name__} already has gates (at {next(iter(already))}): give all "
+            "settings in one call, or call `remove_gates` first."
         )
     if pairs:
         found = UnitSearchResult({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
@@ -128,11 +130,11 @@ def add_gates(
     missing = [kind for kind in settings if not any(u.kind == kind for u in units.values())]
     if missing:
         raise ValueError(
-            f"{type(model).__name__} has no {' and no '.join(missing)} to gate, leave out "
-            f"{' and '.join(f'`{kind}`' for kind in missing)}: "
-            f"{'; '.join(found.reasons()) or 'no linear map ran'}."
+            f"{type(model).__name__} has no {' and no '.join(missing)} to gate "
+            f"({'; '.join(found.reasons()) or 'no linear map ran'}): omit "
+            f"{' and '.join(f'`{kind}`' for kind in missing)}."
         )
-    units = filter_by_name(units, layers, "map with units to gate")
+    units = filter_by_name(units, layers, "layer with units to gate")
     found = UnitSearchResult(units, found.skipped, found.calls_per_sample)
     install_gates(model, found, settings)
     return found
@@ -141,33 +143,33 @@ def add_gates(
 def install_gates(
     model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
 ) -> None:
-    """Put gates on the units that were found, with the settings of their kind."""
+    """Build and register gates for the units that were found."""
     register_gates(model, found, build_gates(model, found, settings))
 
 
 def build_gates(
     model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
 ) -> dict[str, Gate]:
-    """Return a gate for the units of each map that reads some, which knows the maps around it."""
+    """Return a gate for each consumer's units, with its `feeds` set."""
     return {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
 
 
 def register_gates(model: nn.Module, found: UnitSearchResult, gates: Mapping[str, Gate]) -> None:
-    """Put gates into a model, where they act from now on."""
+    """Register gates as submodules of their consumers, and activate their hooks."""
     for name, gate in gates.items():
         _attach(model, found.units[name], gate)
     for name, count in found.calls_per_sample.items():
         set_calls_per_sample(model.get_submodule(name), count)
     for child in model.modules():
         if isinstance(child, nn.TransformerEncoder):
-            # Nested tensors, which it makes of padded ones, cannot be multiplied by gates.
+            # It converts padded inputs to nested tensors, which cannot be multiplied by gates.
             vars(child)[_NESTED] = child.use_nested_tensor
             child.use_nested_tensor = False
     _forget_compiled()
 
 
 def _forget_compiled() -> None:
-    """Let compiled code be compiled again: it does not look whether modules have got hooks."""
+    """Force recompilation, because compiled code does not notice new hooks."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -177,19 +179,19 @@ def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
     for name, axis in ((producer, 0), (consumer, 1)):
         module: Any = dict(model.named_modules()).get(name)
         if module is None or not is_linear_map(module):
-            raise ValueError(f"`pairs` names {name!r}, which is no linear map of the model.")
+            raise ValueError(f"`pairs` must name linear layers of the model, got {name!r}.")
         widths.append(as_matrix(module, module.weight).shape[axis])
     if widths[0] != widths[1]:
         raise ValueError(
-            f"`pairs` names {producer!r} with {widths[0]} outputs and {consumer!r} with "
-            f"{widths[1]} inputs: they must be equal."
+            f"`pairs` must name layers of equal width, got {producer!r} with {widths[0]} outputs "
+            f"and {consumer!r} with {widths[1]} inputs."
         )
     for name, gate in gate_layers(model, required=False).items():
         maps = {model.get_submodule(producer), model.get_submodule(consumer)}
         if maps & {*gate.feeds.producers, *gate.feeds.consumers}:
             raise ValueError(
-                f"`pairs` names {producer!r} and {consumer!r}, whose units have the gate {name!r} "
-                "already: one gate is enough."
+                f"`pairs` must name units without a gate, but those of {producer!r} and "
+                f"{consumer!r} already have {name!r}: remove this pair."
             )
     rows = {producer: torch.arange(widths[0], device="cpu")}
     return Units("feed_forward", rows, consumer, widths[0], 1, True, is_independent=False)
@@ -208,8 +210,8 @@ def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
     )
     if gate.input_dependent and not (units.kind == "feed_forward" and units.is_tokenwise):
         raise ValueError(
-            f"The {units.kind} of {units.consumer} cannot be decided by the input, position by "
-            "position: take static gates."
+            f"The {units.kind} of {units.consumer} cannot have input-dependent gates, which "
+            "decide position by position: use static gates."
         )
     gate.feeds = _feeds(model, units, gate)
     return gate
@@ -242,9 +244,9 @@ def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
 
 
 def remove_gates(model: nn.Module) -> None:
-    """Take out what `add_gates` has put in: the model is as it was, with the weights of now."""
+    """Remove all gates that `add_gates` has added, and keep the current weights."""
     if not gated_units(model):
-        raise ValueError(f"{type(model).__name__} has no gates of `add_gates`.")
+        raise ValueError(f"{type(model).__name__} has no gates that `add_gates` has added.")
     for child in list(model.modules()):
         gate = dict(child.named_children()).get(_GATE)
         if isinstance(gate, Gate):
@@ -258,7 +260,7 @@ def remove_gates(model: nn.Module) -> None:
 
 
 def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Put the gates into a model that AddGates or `convert` had when a checkpoint was saved."""
+    """Add the gates of AddGates or `convert` that a checkpoint describes."""
     for state in (checkpoint, *checkpoint.get("callbacks", {}).values()):
         saved = state.get("add_gates") if isinstance(state, dict) else None
         if saved is not None:
@@ -269,14 +271,14 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
                     _check_units(part, units, settings)
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"The checkpoint holds gates that do not fit {type(model).__name__} ({error})."
+                    f"The gates of the checkpoint do not fit {type(model).__name__} ({error})."
                 ) from error
             if not gated_units(part):
                 install_gates(part, found, settings)
 
 
 def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSettings]) -> None:
-    """Raise ValueError for units from a file that are not those of a model."""
+    """Raise ValueError if units from a checkpoint do not fit the model."""
     consumer: Any = model.get_submodule(units.consumer)
     fits = units.size == as_matrix(consumer, consumer.weight).shape[1]
     fits = fits and units.block_size > 0 and units.size % units.block_size == 0
@@ -287,14 +289,15 @@ def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSett
         fits = fits and bool(((blocks >= 0) & (blocks < units.blocks)).all())
     if not fits or units.kind not in settings:
         raise ValueError(
-            f"The checkpoint holds gates for {units.consumer} that do not fit it: give another one."
+            f"The checkpoint has gates for {units.consumer} that do not fit this layer: use a "
+            "checkpoint of this model."
         )
 
 
 def gated_units(model: nn.Module) -> dict[str, tuple[Units, Gate]]:
-    """Return what `add_gates` has gated, by the maps that read the units.
+    """Return the units and gates of `add_gates`, by the name of the consumer.
 
-    Names are those of now: gates may have been put into a larger model, or a part may be compiled.
+    Names are current, since the gated model may have become part of a larger or compiled one.
     """
     names = {child: name for name, child in model.named_modules()}
     found = {}

@@ -1,4 +1,4 @@
-"""One run of a model, cut at its linear maps, so that autograd tells what reads what."""
+"""Record a run of a model, to trace with autograd which layers feed which."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +20,13 @@ _LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predi
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a linear map or an embedding.
+    """A call of a linear layer or an embedding.
 
     Args:
         name: Name of the module.
         module: The module.
-        x: What it read; None for an embedding.
-        leaf: What it returned, as a leaf of the graphs behind it.
+        x: Its input; None for an embedding.
+        leaf: Its output, as a leaf of the autograd graph.
     """
 
     name: str
@@ -37,26 +37,26 @@ class Call:
 
 @dataclass
 class Recording:
-    """What happened in one run of a model."""
+    """The calls, inputs and outputs of one run of a model."""
 
     calls: list[Call] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)  # of the model, as leaves
+    inputs: list[Tensor] = field(default_factory=list)  # inputs of the model, as leaves
     outputs: list[Tensor] = field(default_factory=list)
-    others: list[tuple[str, Tensor]] = field(default_factory=list)  # other modules with weights
+    others: list[tuple[str, Tensor]] = field(default_factory=list)  # outputs of other modules
 
     @property
     def batch(self) -> int:
-        """The number of samples, taken for the first axis of the first input."""
+        """The number of samples, assumed to be the length of the first input."""
         return len(self.inputs[0]) if self.inputs and self.inputs[0].ndim else 1
 
 
 def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments to call a model with, from an example or what the model offers."""
+    """Return arguments for a model, from an example or its default example."""
     example = offered_example(model) if example is None else example
     if example is None:
         raise ValueError(
-            f"{type(model).__name__} must be run once to see how its layers are connected: give "
-            "an `example` of what it is called with (a tensor, a tuple, or a dict by name)."
+            f"{type(model).__name__} must run once to show how its layers are connected: give an "
+            "`example` of its inputs (a tensor, a tuple, or a dict by argument name)."
         )
     # Lightning moves and casts batches, but not examples.
     first = next(model.parameters(), None)
@@ -81,9 +81,10 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def offered_example(model: nn.Module) -> Any:
-    """Return the example that a model offers itself, as in Lightning and Hugging Face, if any."""
+    """Return the model's `example_input_array` or `dummy_inputs`, if any."""
     dummy: Any = getattr(model, "dummy_inputs", None)
-    name = getattr(model, "main_input_name", None)  # those of a vision model may be of a text model
+    # Vision models may inherit the dummy inputs of text models.
+    name = getattr(model, "main_input_name", None)
     fits = name is None or (isinstance(dummy, Mapping) and name in dummy)
     example = getattr(model, "example_input_array", None)
     return dummy if example is None and fits else example
@@ -112,25 +113,25 @@ def call_model(
     context: AbstractContextManager[Any] | None = None,
     training: bool = False,
 ) -> list[Tensor]:
-    """Run a model, leave it as it was, and return what it returns: tensors, arrays and numbers.
+    """Run a model without changing it, and return all tensors, arrays and numbers in its output.
 
     Args:
         model: The model.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        context: A context that the model runs in.
-        training: Whether the model runs in training mode.
+        context: A context manager to run the model in.
+        training: Whether to run the model in training mode.
     """
-    # Some models take gradients of their inputs.
+    # Some models compute gradients with respect to their inputs.
     with _temporary_mode(model, training), torch.enable_grad(), context or nullcontext():
         returned = model(*args, **(kwargs or {}))
     return _values_in(returned)
 
 
 def _values_in(returned: Any) -> list[Tensor]:
-    """Return all tensors, arrays and numbers in what a model returns, as tensors.
+    """Return all tensors, arrays and numbers in a model's output, as tensors.
 
-    Other objects, such as caches of keys and values, are state for later calls.
+    Other objects, such as key-value caches, are state for later calls, and are skipped.
     """
     found: list[Tensor] = []
     pending, seen = [returned], set()
@@ -141,7 +142,7 @@ def _values_in(returned: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value.detach())
         elif isinstance(value, np.ndarray | np.generic | int | float | complex):
-            with suppress(TypeError):  # arrays of objects
+            with suppress(TypeError):  # object arrays
                 found.append(torch.as_tensor(value))
         else:
             seen.add(id(value))
@@ -155,16 +156,16 @@ def _values_in(returned: Any) -> list[Tensor]:
 
 
 def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1.0) -> Recording:
-    """Run a model once, in evaluation mode, and leave it as it was.
+    """Run a model once in evaluation mode, and record its calls.
 
-    Every linear map returns a leaf with a little noise in place of its output, so graphs end at
-    maps. Noise makes units differ, whatever the example.
+    The output of every linear layer is replaced by a noisy leaf, so autograd graphs end at linear
+    layers. Noise makes units differ for any example. The model does not change.
 
     Args:
         model: The model.
-        example: What it is called with.
-        seed: Of the noise.
-        noise_scale: Of the noise, in standard deviations of what a map returns.
+        example: Example inputs of the model.
+        seed: Seed of the noise.
+        noise_scale: Scale of the noise, in standard deviations of the layer's output.
     """
     args, kwargs = arguments_of(model, example)
     recording = Recording()
@@ -186,12 +187,13 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
     def on_map(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             raise ValueError(
-                f"{name} runs without gradients, so it cannot be seen how layers are connected."
+                f"{name} must run with gradients enabled to show how layers are connected: remove "
+                "`no_grad` or `inference_mode` around it."
             )
         leaf = as_leaf(output)
         x = None if isinstance(module, nn.Embedding) else first_tensor(args, kwargs)
         recording.calls.append(Call(name, module, x, leaf))
-        return leaf.clone()  # which may be changed in place
+        return leaf.clone()  # the model may change it in place
 
     def on_other(name: str, output: Any) -> None:
         if isinstance(output, Tensor):
@@ -223,18 +225,19 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
         for handle in handles:
             handle.remove()
     if not recording.outputs:
-        raise ValueError(f"{type(model).__name__} returned no tensor for the example.")
+        raise ValueError(f"{type(model).__name__} must return a tensor for `example`, got none.")
     return recording
 
 
 @contextmanager
 def _temporary_mode(model: nn.Module, training: bool = False) -> Iterator[None]:
-    """Run a model in a mode with parameters that need no gradient, and leave it as it was.
+    """Set the training mode and disable gradients of parameters temporarily.
 
-    Every run draws the same random numbers.
+    Buffers and random states are restored afterwards, and compiled code runs eagerly.
     """
     modes = [(child, child.training) for child in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # some count in evaluation
+    # Some buffers are counters that change even in evaluation mode.
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
     drawn = random.getstate(), np.random.get_state()
     try:
@@ -257,11 +260,11 @@ def _temporary_mode(model: nn.Module, training: bool = False) -> Iterator[None]:
         for parameter, required in flags:
             parameter.requires_grad_(required)
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # behind the back of graphs, which need it for gradients
+            buffer.data.copy_(before)  # `.data` hides this from graphs that need the buffer
 
 
 def check_example(example: Any) -> None:
-    """Raise ValueError if an example is given that holds no tensor."""
+    """Raise ValueError if an example holds no tensor; None is allowed."""
     tensors: list[Tensor] = []
     apply_to_collection(example, Tensor, tensors.append)
     if example is not None and not tensors:
@@ -269,7 +272,7 @@ def check_example(example: Any) -> None:
 
 
 def first_inputs(trainer: Any, pl_module: Any, stage: str) -> Any:
-    """Return the inputs of the first batch of a DataModule, or of the module, if it has one."""
+    """Return the inputs of the first batch of the DataModule or the module's own loader, if any."""
     method = f"{_LOADERS[stage]}_dataloader"
     source: Any = getattr(trainer, "datamodule", None) or pl_module
     if source is pl_module and not is_overridden(method, pl_module):

@@ -1,4 +1,4 @@
-"""Compares what a model computes before and after a change."""
+"""Compare the outputs of a model before and after a change."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ from dg_lightning.surgery.recording import arguments_of, call_model, with_first_
 if TYPE_CHECKING:
     from dg_lightning.surgery.finding import Units
 
-_NOISE_SCALE = 10.0  # of changed rows, in standard deviations of their weights
+_NOISE_SCALE = 10.0  # noise in changed rows, in standard deviations of the weights
 _ATTENTION = {
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
@@ -25,13 +25,13 @@ _ATTENTION = {
 
 
 class OutputComparison:
-    """Compares outputs of a model, and of some of its modules, while it is being changed.
+    """Compares outputs of a model and of some modules before and after changes.
 
     Args:
         model: The model.
-        examples: What it is called with.
-        varied: Whether to replace inputs that are all equal, such as zeros, by noise: they show
-            too little.
+        examples: Example inputs of the model.
+        varied: Whether to replace constant inputs, such as zeros, by noise. Constant inputs can
+            hide differences.
     """
 
     def __init__(self, model: nn.Module, examples: Sequence[Any], varied: bool = True) -> None:
@@ -47,7 +47,7 @@ class OutputComparison:
         outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-            outputs.append(output.detach().clone())  # it may be changed in place
+            outputs.append(output.detach().clone())  # the model may change it in place
 
         hooks = [self.model.get_submodule(name).register_forward_hook(keep) for name in names]
         try:
@@ -59,34 +59,34 @@ class OutputComparison:
         return outputs
 
     def is_same(self, expected: list[Tensor], *names: str) -> bool:
-        """Return True if the outputs are those of an earlier look."""
-        self._mode.most_empty = self._mode.empty  # of the look before the change
+        """Return True if the outputs equal those of an earlier `look`."""
+        self._mode.most_empty = self._mode.empty  # as many as before the change
         try:
             outputs = self.look(*names)
-        except Exception:  # of a model whose sizes do not fit, which may raise anything
+        except Exception:  # a model whose shapes do not match may raise anything
             return False
         finally:
             self._mode.empty, self._mode.most_empty = self._mode.most_empty, None
         return len(outputs) == len(expected) and all(map(_are_close, outputs, expected))
 
     def unused_parameters(self) -> list[str]:
-        """Return the names of the parameters that no look has used."""
+        """Return the names of the parameters that no `look` has used."""
         used = self._mode.parameters
         return [name for name, p in self.model.named_parameters() if id(p) not in used]
 
 
 class _TrialMode(TorchFunctionMode):
-    """Records which parameters operations read, and refuses to make tensors without entries.
+    """Records which parameters are used, and rejects new empty tensors.
 
-    Grouped attention over no key heads divides by zero in native code, which ends the process. It
-    may run in compiled code, so the tensors before it are what is checked.
+    Grouped attention without key heads divides by zero in native code, which kills the process. As
+    it may run in compiled code, the tensors leading to it are checked.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: set[int] = set()
-        self.empty = 0  # tensors without entries that were made
-        self.most_empty: int | None = None  # that may be made
+        self.empty = 0  # number of empty tensors created
+        self.most_empty: int | None = None  # their allowed number; None for no limit
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -96,24 +96,24 @@ class _TrialMode(TorchFunctionMode):
         apply_to_collection((args, kwargs), Tensor, tensors.append)
         self.parameters.update(id(t) for t in tensors if isinstance(t, nn.Parameter))
         if func in _ATTENTION and any(t.ndim > 2 and t.shape[-3] == 0 for t in tensors[:3]):
-            raise ValueError("Attention over no heads.")
+            raise ValueError("Attention needs at least one head, got none.")
         made = func(*args, **kwargs)
         outputs: list[Tensor] = []
         apply_to_collection(made, Tensor, outputs.append)
         self.empty += sum(0 in output.shape for output in outputs)
         if self.most_empty is not None and self.empty > self.most_empty:
-            raise ValueError("A change leaves a tensor without entries.")
+            raise ValueError("The change must not create empty tensors.")
         return made
 
 
 def units_read_elsewhere(
     model: nn.Module, examples: Sequence[Any], units: "Mapping[str, Units]"
 ) -> set[str]:
-    """Return the consumers of units that change outputs even where they are closed.
+    """Return the consumers whose units affect outputs even when closed.
 
     Autograd does not show every use: a top-k mask, a detached norm or output, a weight that is read
-    a second time. So half of the units are closed, and the rows that make them are changed; then
-    the other half.
+    twice. So half of the units are closed, and noise is added to the weights that produce them. No
+    output may change. The other half follows.
     """
     watch = OutputComparison(model, examples, varied=False)
 
@@ -134,7 +134,7 @@ def units_read_elsewhere(
 
 @contextmanager
 def _without_zeros(model: nn.Module) -> Iterator[None]:
-    """Fill parameters that are all zero for a while: they hide what is read, until they learn."""
+    """Fill all-zero parameters with noise temporarily, because zeros hide dependencies."""
     generator = torch.Generator("cpu").manual_seed(0)
     zeros = [p for p in model.parameters() if p.is_floating_point() and not p.any()]
     try:
@@ -150,9 +150,10 @@ def _without_zeros(model: nn.Module) -> Iterator[None]:
 def _closes_fully(
     watch: OutputComparison, units: "Mapping[str, Units]", half: int, training: bool
 ) -> bool:
-    """Return True if the rows of closed units can be changed without moving any output.
+    """Return True if changing the weights of closed units changes no output.
 
-    Outputs that differ from run to run tell nothing, nor does a mode in which the model fails.
+    Outputs that differ from run to run are ignored, and so is a training mode in which the model
+    fails.
     """
     model, generator = watch.model, torch.Generator("cpu").manual_seed(0)
     with ExitStack() as stack:
@@ -164,7 +165,7 @@ def _closes_fully(
             stack.callback(_close_inputs(model.get_submodule(name), inputs).remove)
         try:
             expected, again = (watch.look(*units, training=training) for _ in range(2))
-        except Exception:  # such as batch norm on a single sample
+        except Exception:  # for example batch norm on a single sample
             return training
         for name, own in units.items():
             for producer, blocks in own.producers.items():
@@ -172,7 +173,7 @@ def _closes_fully(
                 stack.enter_context(_changed_rows(model.get_submodule(producer), rows, generator))
         try:
             found = watch.look(*units, training=training)
-        except Exception:  # of a model that checks its values
+        except Exception:  # a model may validate its values
             return False
         return not any(
             _are_close(other, wanted) and not _are_close(output, wanted)
@@ -194,9 +195,9 @@ def _close_inputs(consumer: nn.Module, closed: Tensor) -> Any:
 
 @contextmanager
 def _changed_rows(producer: Any, rows: Tensor, generator: torch.Generator) -> Iterator[None]:
-    """Add noise to some outputs' weights and biases for a while."""
+    """Add noise to the weights and biases of some outputs temporarily."""
     bias = getattr(producer, "bias", None)
-    # Behind the back of graphs, which may need the weights for gradients.
+    # `.data` hides the change from autograd graphs that need these weights.
     parts = [as_matrix(producer, producer.weight.data), *([] if bias is None else [bias.data])]
     index = rows.nonzero().flatten().to(producer.weight.device)
     before = [part[index] for part in parts]
@@ -225,7 +226,8 @@ def _are_close(output: Tensor, wanted: Tensor) -> bool:
     if not wanted.is_floating_point():
         return torch.equal(output, wanted)
     tolerance = 1e-3 if wanted.dtype.itemsize >= 4 else 0.05
-    sizes = wanted[wanted.isfinite() & (wanted != 0)].abs().float()  # masks make zeros
+    # Zeros from masks would bias the typical size.
+    sizes = wanted[wanted.isfinite() & (wanted != 0)].abs().float()
     typical = float(sizes.median()) if sizes.numel() else 0.0
     close = torch.isclose(
         output.float(), wanted.float(), tolerance, 0.1 * tolerance * typical, equal_nan=True

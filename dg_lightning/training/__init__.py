@@ -1,4 +1,4 @@
-"""Training: our LightningModules, classes as plain values, checkpoints, averages, logging."""
+"""Training: LightningModules, class configs, checkpoints, weight averages and logging."""
 
 from .averaging import copy_gates_to_averages, keep_settings_live, mask_averages
 from .captured import CapturedSteps, DeviceScalars, is_replayed

@@ -1,7 +1,7 @@
-"""Weight averaging (EMA, SWA) that leaves the settings of gates alone.
+"""Weight averaging (EMA, SWA) with live gate settings.
 
-Torch's `AveragedModel` averages buffers too, but an averaged temperature, threshold or floor
-belongs to no step of the training run: averages must use the live values.
+Torch's `AveragedModel` averages buffers too, but an averaged temperature, threshold or floor was
+never used in training. Averages therefore share the live values.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _SETTINGS = ("temperature", "threshold", "min_open")
 
 
 def keep_settings_live(module: nn.Module, trainer: Any) -> None:
-    """Make every `AveragedModel` of a Trainer share the gate settings (tensors) of the module."""
+    """Share the module's gate settings with every `AveragedModel` of the Trainer."""
     live = gate_layers(module, required=False)
     for average in _averages(trainer):
         _share_settings(average, live)
@@ -26,9 +26,9 @@ def keep_settings_live(module: nn.Module, trainer: Any) -> None:
 
 @torch.no_grad()
 def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
-    """Copy the parameters of the module's frozen gates to every average of it.
+    """Copy the module's frozen gate parameters to its averages.
 
-    An average of logits from before the landing would open other units.
+    Logits averaged over earlier steps would open other units.
     """
     live = gate_layers(module, required=False)
     for copy in _copies(trainer):
@@ -41,7 +41,7 @@ def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
 
 @torch.no_grad()
 def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[SparseLayer]) -> None:
-    """Zero the missing connections of a module in every average of it, after a mask has changed."""
+    """Zero a module's missing connections in its averages, after a mask has changed."""
     copies = _copies(trainer)
     names = {child: name for name, child in module.named_modules()} if copies else {}
     for copy in copies:
@@ -57,7 +57,7 @@ def has_averages(trainer: Any) -> bool:
 
 
 def _copies(trainer: Any) -> list[nn.Module]:
-    """Find the averages that callbacks hold: `AveragedModel`s, and the one of Lightning's SWA."""
+    """Return the averaged models that callbacks hold, including Lightning's SWA model."""
     swa = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
     averages = [average.module for average in _averages(trainer)]
     modules = [v for v in swa if isinstance(v, nn.Module)]
@@ -76,14 +76,14 @@ def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:
             continue
         for setting in _SETTINGS:
             if getattr(gate, setting) is getattr(live[name], setting):
-                return  # done before, in this fit
+                return  # already shared in this fit
             setattr(gate, setting, getattr(live[name], setting))
             shared.append(getattr(gate, setting))
     update = average.update_parameters
 
     @torch.no_grad()
     def update_all_but_settings(model: nn.Module) -> None:
-        values = [setting.clone() for setting in shared]  # averaged with itself, it may be rounded
+        values = [setting.clone() for setting in shared]  # averaging may round them
         update(model)
         for setting, value in zip(shared, values, strict=True):
             setting.copy_(value)
@@ -92,15 +92,15 @@ def _share_settings(average: AveragedModel, live: dict[str, Any]) -> None:
 
 
 def check_no_running_state(module: nn.Module, trainer: Any, callback: object) -> None:
-    """Raise ValueError if a model holds what changes whatever is protected."""
+    """Reject models with running statistics or averaged weights."""
     name = type(callback).__name__
     if any(getattr(child, "running_mean", None) is not None for child in module.modules()):
         raise ValueError(
-            f"{name} cannot protect running statistics, as of a batch norm, which every task "
-            "changes: use a layer norm, or none."
+            f"{name} cannot protect the running statistics of a batch norm: use a layer norm, or "
+            "none."
         )
     if has_averages(trainer):
         raise ValueError(
-            f"{name} keeps weights as they are, and an average of weights (EMA, SWA) moves on: "
-            "leave one of them out."
+            f"{name} protects weights, but an average of weights (EMA, SWA) keeps changing: "
+            "remove one of the two callbacks."
         )

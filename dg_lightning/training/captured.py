@@ -20,10 +20,10 @@ from dg_lightning.training.step_logging import is_logged_step
 
 
 class DeviceScalars:
-    """A list of numbers as a tensor that keeps its place on a device.
+    """Numbers in a device tensor that is updated in place.
 
-    A captured step reads the tensor of the step that was recorded, so numbers are written into it,
-    and only those that have changed: nothing waits for the device.
+    A captured step always reads the tensor that it was recorded with. Only numbers that have
+    changed are written, and the host never waits for the device.
 
     >>> import torch
     >>> weight = DeviceScalars([0.1])
@@ -57,15 +57,15 @@ class DeviceScalars:
         return kept
 
 
-_MOST_KINDS = 32  # of passes, and of updates: each has its graph
+_MOST_KINDS = 32  # graphs of passes, and as many graphs of updates
 
 
 class CannotCaptureError(RuntimeError):
-    """A step did something that a graph cannot hold."""
+    """A step that cannot be captured in a CUDA graph."""
 
 
 class _Pass(NamedTuple):
-    """A recorded forward and backward pass, and what it leaves behind."""
+    """A recorded forward and backward pass with its results."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]
@@ -75,24 +75,24 @@ class _Pass(NamedTuple):
 
 
 class StepGraphs:
-    """Records the steps of a module and replays them.
+    """Records the training steps of a module and replays them.
 
-    A step is two graphs: the *pass* (losses, penalties, backward) and the *update* (masks,
-    clipping, scaler, optimizer), because several passes may make one update. A kind of step is run
-    as usual the first time, recorded the second time and replayed from then on. What tells kinds
-    apart is what Python decides: shapes, floors, which parameters have a gradient, constants of the
-    optimizer, and what callbacks say in `prepare_step`. Numbers that change from step to step are
-    tensors that are written in place.
+    A step has two graphs: the *pass* (losses, penalties, backward) and the *update* (masks,
+    clipping, scaler, optimizer), because one update may follow several passes. A new kind of step
+    runs eagerly once, is recorded the second time, and is replayed from then on. Kinds differ in
+    what Python decides: shapes, floors, which parameters have gradients, optimizer constants, and
+    the values that callbacks return from `prepare_step`. Numbers that change between steps are
+    tensors that are updated in place.
 
     Args:
-        module: The module; `losses(batch)` is recorded.
+        module: The module whose `losses(batch)` is recorded.
         trainer: Its Trainer, with one optimizer.
     """
 
     def __init__(self, module: Any, trainer: Any) -> None:
         self.module, self.trainer, self.optimizer = module, trainer, trainer.optimizers[0]
         self.replayed = False  # whether the current pass was replayed
-        self._kind: Hashable = None  # of the current step; None if it must run as usual
+        self._kind: Hashable = None  # key of the current step, None to run it eagerly
         self._passes: dict[Hashable, _Pass | None] = {}
         self._updates: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
         self._callbacks = [c for c in trainer.callbacks if hasattr(c, "prepare_step")]
@@ -104,14 +104,14 @@ class StepGraphs:
         self._is_full = False
         self._device = trainer.strategy.root_device
         self._stream = torch.cuda.Stream(self._device)
-        # Graphs of a pool overwrite each other's results. Those of a pass must outlive the update.
+        # Graphs in a pool overwrite each other's results, but a pass must outlive the update.
         self._pass_pool = torch.cuda.graph_pool_handle()
         self._update_pool = torch.cuda.graph_pool_handle()
 
     # The pass.
 
     def run_pass(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Return the losses of a batch, whose gradients are there already if it was replayed."""
+        """Return the losses of a batch; a replay has already computed the gradients."""
         self.replayed = False
         self._invalidate_on_realloc(batch_idx)
         first = batch_idx % self.trainer.accumulate_grad_batches == 0
@@ -137,7 +137,7 @@ class StepGraphs:
         return recorded.values
 
     def _invalidate_on_realloc(self, batch_idx: int) -> None:
-        """Forget all graphs if tensors that they work on are no longer where they were."""
+        """Discard all graphs if their tensors have moved in memory."""
         if batch_idx == 0 or not self._places:
             self._parameters = list(self.module.parameters())
             self._tensors = [*self._parameters, *self.module.buffers()]
@@ -148,7 +148,7 @@ class StepGraphs:
             self._updates.clear()
 
     def _graph_key(self) -> Hashable:
-        """Return all that Python decides in a step, or None if a callback wants it as usual."""
+        """Return what Python decides in a step, or None to run it eagerly."""
         trainer = self.trainer
         asked = [callback.prepare_step(trainer) for callback in self._callbacks]
         if any(kind is None for kind in asked):
@@ -165,11 +165,11 @@ class StepGraphs:
         )
 
     def _describe(self, leaf: Any) -> Hashable:
-        """Return what a recorded pass depends on: the shape of a tensor, or a plain value."""
+        """Return what a pass depends on: the shape and dtype of a tensor, or a plain value."""
         if isinstance(leaf, Tensor) and leaf.device == self._device:
             return leaf.shape, leaf.dtype
         plain = leaf is None or isinstance(leaf, str | int | float)
-        return leaf if plain else object()  # equal to nothing: never recorded
+        return leaf if plain else object()  # equals nothing, so the pass is never recorded
 
     def _is_new(self, known: dict[Hashable, Any], key: Hashable) -> bool:
         if key in known:
@@ -180,8 +180,7 @@ class StepGraphs:
             self._is_full = True
             rank_zero_info(
                 f"{type(self.module).__name__}: there are more than {_MOST_KINDS} kinds of steps "
-                "(shapes, plain values in batches, settings of the optimizer); others than these "
-                "are not captured."
+                "(shapes, plain values in batches, optimizer settings). Further kinds run eagerly."
             )
         return True
 
@@ -193,7 +192,7 @@ class StepGraphs:
         try:
             with self._recording(self._pass_pool) as graph:
                 values = self.module.losses(inputs)
-                with torch.autocast(self._device.type, enabled=False):  # as behind `training_step`
+                with torch.autocast(self._device.type, enabled=False):  # as in Lightning
                     loss = values["loss"] / self.trainer.accumulate_grad_batches
                     self.trainer.strategy.backward(loss, self.optimizer)
         except CannotCaptureError:
@@ -207,10 +206,10 @@ class StepGraphs:
             [parameter.grad for parameter in self._parameters],
         )
 
-    # Gradients have one place each, to which graphs write.
+    # The gradients: graphs write each one to a fixed tensor.
 
     def copy_grads_to_static(self) -> None:
-        """Move the gradients of a backward pass to their places."""
+        """Copy the gradients of a backward pass to their fixed tensors."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 place = self._gradients.setdefault(parameter, parameter.grad)
@@ -229,7 +228,7 @@ class StepGraphs:
     # The update.
 
     def run_update(self, step: Callable[[], None]) -> None:
-        """Make an optimizer step, by `step` or by its graph."""
+        """Run the optimizer step, eagerly by `step` or by its graph."""
         self._learning_rates.set([float(g["lr"]) for g in self.optimizer.param_groups])
         key = (self._kind, self._with_gradient())
         if self._kind is None or self._is_new(self._updates, key):
@@ -245,13 +244,13 @@ class StepGraphs:
 
     @contextmanager
     def _device_settings(self, capturable: bool) -> Iterator[None]:
-        """Give the optimizer its learning rates on the device, for a step."""
+        """Put the optimizer's learning rates on the device for a step."""
         groups = self.optimizer.param_groups
         before = [{key: group[key] for key in group if key != "params"} for group in groups]
         rates = self._learning_rates.on(torch.empty(0, device=self._device))
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-            if capturable and "capturable" in group:  # which fused optimizers are
+            if capturable and "capturable" in group:  # fused optimizers can be captured
                 group["capturable"] = True
         try:
             yield
@@ -261,23 +260,24 @@ class StepGraphs:
 
     @contextmanager
     def _recording(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record what is done on the device, which does not happen until it is replayed."""
+        """Record work on the device, which runs only when replayed."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.graph(graph, pool, self._stream, "thread_local"):
                 yield graph
         except RuntimeError as error:
             torch.cuda.set_stream(stream)
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):  # generators wait for a graph to end
+            # A complete graph takes the random generators out of their capture state.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.rand(1, device=self._device)
-            first: BaseException = error  # those after it are of the broken graph
+            first: BaseException = error  # later errors only report the broken graph
             while first.__context__ is not None:
                 first = first.__context__
             raise CannotCaptureError(str(first).partition("\n")[0]) from error
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """Return the tensors and other values of a batch, each container announced by its size."""
+    """Flatten a batch, with the type and size of each container before its values."""
     if isinstance(batch, Mapping):
         inside = [leaf for key, value in batch.items() for leaf in (key, *_leaves(value))]
     elif isinstance(batch, list | tuple):
@@ -288,18 +288,18 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def _recorded(gate: Any) -> dict[str, Any]:
-    """Return what a gate has recorded in its last forward pass, without its graph."""
+    """Return the values that a gate recorded in its last forward pass, detached."""
     names = getattr(gate, "recorded", ("probability", "gate"))
     values = {name: getattr(gate, name) for name in names}
     return {n: v.detach() if isinstance(v, Tensor) else v for n, v in values.items()}
 
 
 def _constants(group: dict[str, Any]) -> Hashable:
-    """Return the settings of a parameter group that are not written in place."""
+    """Return the settings of a parameter group that are not updated in place."""
     return tuple(repr(value) for key, value in group.items() if key not in ("params", "lr"))
 
 
-# What Lightning calls in the part of a step that is recorded.
+# Hooks that Lightning calls in the recorded part of a step.
 _RECORDED = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -312,22 +312,22 @@ _OWN = ("training_step", "backward", "optimizer_zero_grad", "optimizer_step")
 class CapturedSteps(pl.LightningModule):
     """Base class of modules whose training steps are replayed as CUDA graphs.
 
-    A step of a small net is mostly Python and launches of kernels. A subclass defines
-    `losses(batch)` in place of `training_step`; forward, backward, penalties, clipping and the
-    optimizer's step are then recorded once and replayed. The numbers are those of an ordinary
-    training bit for bit, if float32 holds the learning rates, which are rounded to it. On a CPU,
-    and where a step cannot be recorded, it says why and trains as usual.
+    A small net spends most of a step in Python and kernel launches. A subclass defines
+    `losses(batch)` instead of `training_step`. Forward, backward, penalties, clipping and the
+    optimizer step are then recorded once and replayed. Learning rates are rounded to float32; if
+    this is exact, results equal eager training bit for bit. On a CPU, or if a step cannot be
+    recorded, the module logs the reason and trains eagerly.
 
-    `losses` must do the same for every batch of a shape: what Python decides or draws in it, and
-    what it keeps in attributes, is that of the recorded step. It needs one device, automatic
-    optimization and an optimizer that is `fused` or `capturable`. A subclass with an
-    `on_train_start` of its own calls that of this class.
+    `losses` must do the same for every batch of a shape, because a replay repeats the Python
+    decisions, Python random numbers and attribute values of the recorded step. Capturing needs one
+    device, automatic optimization and an optimizer that is `fused` or `capturable`. A subclass that
+    overrides `on_train_start` must call `super().on_train_start()`.
 
-    A callback with hooks between `training_step` and the optimizer's step is named and prevents it,
-    unless it has a `prepare_step(trainer)`. Called before every captured pass, this writes numbers
-    into tensors on the device, and returns what its hooks decide in Python (hashable), or None for
-    a step that must run as usual. Hooks around the backward pass are recorded and still called in
-    replays, where they must do nothing (`dg_lightning.training.is_replayed(pl_module)`).
+    A callback with hooks between `training_step` and the optimizer step prevents capturing, unless
+    it has a method `prepare_step(trainer)`. It is called before every captured pass, writes numbers
+    into device tensors, and returns what the hooks decide in Python (hashable), or None to run the
+    step eagerly. Hooks around the backward pass are recorded. They are also called in replays,
+    where they must do nothing: check `dg_lightning.training.is_replayed(pl_module)`.
 
     >>> class Regression(CapturedSteps):
     ...     def __init__(self):
@@ -348,11 +348,11 @@ class CapturedSteps(pl.LightningModule):
     _graphs: StepGraphs | None = None  # while training
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the `loss` that is differentiated, and any parts of it, to be logged."""
+        """Return the `loss` to differentiate, and further values to log."""
         raise NotImplementedError(f"{type(self).__name__} must define `losses(batch)`.")
 
     def log_losses(self, values: dict[str, Tensor]) -> None:
-        """Log what `losses` has returned, as `train/<name>`."""
+        """Log the values from `losses` as `train/<name>`."""
         for name, value in values.items():
             self.log(f"train/{name}", value.detach(), prog_bar=name == "loss")
 
@@ -363,29 +363,29 @@ class CapturedSteps(pl.LightningModule):
             lambda graphs: graphs.run_pass(batch, batch_idx),
         )
         check_losses(values, type(self).__name__)
-        # A compiled step must not depend on the number of the batch: it would be compiled again.
+        # A compiled step that depended on the batch index would be recompiled.
         if torch.compiler.is_compiling() or self._is_logged_step():
             self.log_losses(values)
         return values["loss"]
 
     def _is_logged_step(self) -> bool:
-        """Return True if values are logged, or monitored when the epoch ends."""
+        """Return True if values are logged in this step, or monitored at the end of the epoch."""
         try:
             trainer = self.trainer
-        except RuntimeError:  # called without one
+        except RuntimeError:  # no Trainer is attached
             return False
         return is_logged_step(trainer) or trainer.is_last_batch
 
     def _run_captured(
         self, as_usual: Callable[[], Any], captured: Callable[[StepGraphs], Any]
     ) -> Any:
-        """Do something by graphs if there are any, and as usual if they fail."""
+        """Run a step with graphs, or eagerly if there are none or capturing fails."""
         if self._graphs is None:
             return as_usual()
         try:
             return captured(self._graphs)
         except CannotCaptureError as error:
-            self._log_capture_blocker(f"a graph cannot hold one: {error}")
+            self._log_capture_blocker(f"recording failed: {error}")
             self._graphs = None
             return as_usual()
 
@@ -401,7 +401,7 @@ class CapturedSteps(pl.LightningModule):
                 self._log_capture_blocker(reason)
 
     def _log_capture_blocker(self, reason: str) -> None:
-        rank_zero_info(f"{type(self).__name__}: steps are not captured, {reason}")
+        rank_zero_info(f"{type(self).__name__}: steps are not captured, because {reason}")
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -437,11 +437,11 @@ class CapturedSteps(pl.LightningModule):
         self._graphs = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_graphs": None}  # can be neither copied nor pickled
+        return {**super().__getstate__(), "_graphs": None}  # graphs cannot be copied or pickled
 
 
 def check_losses(values: Any, name: str) -> None:
-    """Raise if `losses` has returned something else than tensors by name, with a `loss`."""
+    """Check that `losses` returned a dict of tensors with a `loss`."""
     if not isinstance(values, dict) or not isinstance(values.get("loss"), Tensor):
         got = list(values) if isinstance(values, dict) else type(values).__name__
         raise TypeError(f"`losses` of {name} must return a dict with a tensor `loss`, got {got}.")
@@ -458,38 +458,38 @@ def is_replayed(module: Any) -> bool:
 
 
 def capture_blocker(module: pl.LightningModule, trainer: Any) -> str | None:
-    """Return why the steps of a module cannot be captured; None if they can, as far as known."""
+    """Return why steps cannot be captured, or None if no reason is known."""
     device = trainer.strategy.root_device
     if device.type != "cuda":
-        return f"which needs a CUDA device, got {device.type}."
+        return f"a CUDA device is needed, got {device.type}."
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        return f"which needs a single device, got {type(trainer.strategy).__name__}."
+        return f"a single device is needed, got {type(trainer.strategy).__name__}."
     if not module.automatic_optimization or len(trainer.optimizers) != 1:
-        return "which needs automatic optimization with one optimizer."
+        return "automatic optimization with one optimizer is needed."
     if torch.is_anomaly_enabled():
-        return "because `detect_anomaly` looks at every operation."
+        return "`detect_anomaly` inspects every operation."
     groups, kind = trainer.optimizers[0].param_groups, type(trainer.optimizers[0]).__name__
     if not all(group.get("fused") or group.get("capturable") for group in groups):
-        return f"because {kind} is neither `fused` nor `capturable`: set `fused=True`."
+        return f"{kind} is neither `fused` nor `capturable`: set `fused=True`."
     if has_scaler(trainer) and not all(group.get("fused") for group in groups):
-        return f"because {kind} is not `fused`, and waits for the loss scaler in every step."
+        return f"{kind} is not `fused`, so it waits for the loss scaler in every step."
     clipping = type(module).configure_gradient_clipping.__module__
     if clipping.split(".")[0] not in ("lightning", "pytorch_lightning", "dg_lightning"):
-        return f"because {type(module).__name__} has a `configure_gradient_clipping` of its own."
+        return f"{type(module).__name__} overrides `configure_gradient_clipping`."
     for method in _OWN:
         own = getattr(type(module), method) is not getattr(CapturedSteps, method)
-        if own or method in vars(module):  # as torch.compile sets it
-            return f"because {type(module).__name__} has a `{method}` of its own."
+        if own or method in vars(module):  # torch.compile sets it on the instance
+            return f"{type(module).__name__} overrides `{method}`."
     for hooked in (module, *trainer.callbacks):
         parent = pl.LightningModule if hooked is module else pl.Callback
         for hook in _RECORDED:
             if is_overridden(hook, hooked, parent) and not hasattr(hooked, "prepare_step"):
-                return f"because a replay would pass over `{type(hooked).__name__}.{hook}`."
+                return f"a replay would skip `{type(hooked).__name__}.{hook}`."
     for name, child in module.named_modules():
         before, after = child._forward_pre_hooks, child._forward_hooks
         hooks = [*before.values(), *after.values(), *child._backward_hooks.values()]
         hooks += child._backward_pre_hooks.values()
-        # Those of gates in the module run while a step is recorded, and do nothing else.
+        # Hooks of our gates only need to run while a step is recorded.
         if not all(str(hook.__module__).startswith("dg_lightning.") for hook in hooks):
-            return f"because a replay would pass over the hooks of {name or 'the module'}."
+            return f"a replay would skip the hooks of {name or 'the module'}."
     return None

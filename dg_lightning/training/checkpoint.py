@@ -1,4 +1,4 @@
-"""Reading a checkpoint without running any code that it names."""
+"""Read checkpoints without running code that they name."""
 
 import pickle
 import shutil
@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from dg_lightning.training.spec import check_trusted
 
 _UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError)
-# Where Lightning looks for hyper-parameters; the others are of its first versions.
+# Keys under which Lightning keeps hyper-parameters, today and in its first versions.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _OUTDATED = ("hparams", "module_arguments", "hparams_type")
 _NOT_OF_DATA = (*_HYPER_PARAMETERS, "callbacks", "loops", "state_dict")
 _VERSION = "pytorch-lightning_version"
-_MAX_EXPANDED = 2**20  # entries of a tensor that is larger than what the file holds of it
-_SPARE_ENTRIES = 2**28  # that a model may have beyond four times its saved weights
-_MIN_ENTRIES = 10**5  # that a tensor counts as: very many small ones take time, too
+_MAX_EXPANDED = 2**20  # bytes up to which a tensor may be larger than its storage
+_SPARE_ENTRIES = 2**28  # entries that a model may have beyond four times its saved weights
+_MIN_ENTRIES = 10**5  # entries that a tensor counts as at least, since small ones take time too
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange,
     torch.empty,
@@ -47,9 +47,9 @@ _FACTORIES: set[Callable[..., Any]] = {
 
 @contextmanager
 def opened(source: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yield a checkpoint as an open file, so that what is checked is what is loaded.
+    """Open a checkpoint, so that the checked file is the loaded one.
 
-    A URL is downloaded once, into a file that nobody else can change.
+    A URL is downloaded once, to a private temporary file.
     """
     if not isinstance(source, (str, Path)):
         yield source
@@ -67,7 +67,7 @@ def _local_path(source: str | Path) -> Path:
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"There is no checkpoint {str(source)!r}: give the path of one with --ckpt_path."
+            f"There is no checkpoint {str(source)!r}: pass an existing path with --ckpt_path."
         )
     return path
 
@@ -78,17 +78,17 @@ _RENAMED_HPARAMS = {"capture": "cuda_graphs"}  # since version 0.2
 def read_checkpoint(
     source: str | Path | IO[bytes], also: Iterable[str] = (), name: str | Path | None = None
 ) -> dict[str, Any]:
-    """Return a Lightning checkpoint, if it names classes of trusted packages only.
+    """Load a Lightning checkpoint, if it names only trusted classes.
 
-    Tensors of a local file stay on the disk. An open file is left where it was.
+    Tensors of a local file are memory-mapped. The position in an open file does not change.
 
     Args:
         source: A path, a URL or an open file.
-        also: Further packages that are trusted this time.
-        name: How messages call an open file.
+        also: Further packages to trust in this call.
+        name: Name of an open file in messages.
 
     Raises:
-        ValueError: If it is no checkpoint, or not to be trusted.
+        ValueError: If the file is not a checkpoint, or names classes that are not trusted.
     """
     if isinstance(source, (str, Path)) and "://" in str(source):
         with opened(source) as file:
@@ -102,9 +102,9 @@ def read_checkpoint(
     else:
         start = source.tell()
     if zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as archive:  # torch stores its tensors as they are
+        with zipfile.ZipFile(source) as archive:  # torch never compresses its archives
             if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-                raise ValueError(f"{named} is compressed, which no checkpoint is: give another.")
+                raise ValueError(f"{named} is compressed, so it is not a checkpoint: use another.")
     if not isinstance(source, (str, Path)):
         source.seek(start)
     try:
@@ -112,11 +112,11 @@ def read_checkpoint(
     except _UNREADABLE as error:
         if "GLOBAL" in str(error) or _first_byte(source, start) == pickle.PROTO:
             raise ValueError(
-                f"{named} holds Python objects, which may run code when they are read: give a "
-                "checkpoint of tensors and plain values."
+                f"{named} holds Python objects, which may run code when loaded: use a checkpoint "
+                "of tensors and plain values."
             ) from error
         raise ValueError(
-            f"{named} is not a checkpoint, or was cut short: give another with --ckpt_path."
+            f"{named} is not a checkpoint, or is truncated: pass another one with --ckpt_path."
         ) from error
     if not isinstance(source, (str, Path)):
         source.seek(start)
@@ -140,48 +140,48 @@ def _first_byte(source: str | Path | IO[bytes], start: int) -> bytes:
 
 def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or _VERSION not in content:
-        raise ValueError(f"{source} holds no checkpoint of a Trainer: give another one.")
+        raise ValueError(f"{source} is not a checkpoint of a Trainer: use another one.")
     try:
         Version(content[_VERSION])
     except (InvalidVersion, TypeError) as error:
         raise ValueError(
-            f"{source}: `{_VERSION}` is no version, got {content[_VERSION]!r}: give another "
+            f"{source}: `{_VERSION}` must be a version, got {content[_VERSION]!r}: use another "
             "checkpoint."
         ) from error
     if not isinstance(content.get("state_dict"), dict):
-        raise ValueError(f"{source} holds no `state_dict`, the weights: give another checkpoint.")
+        raise ValueError(f"{source} has no weights (`state_dict`): use another checkpoint.")
     if not all(isinstance(name, str) for name in content["state_dict"]):
-        raise ValueError(f"{source}: the names of weights must be text: give another checkpoint.")
+        raise ValueError(f"{source}: the names of weights must be text: use another checkpoint.")
     for name, tensor in content["state_dict"].items():
         if isinstance(tensor, Tensor) and _is_expanded(tensor):
-            raise ValueError(f"{source} holds weights larger than the file ({name}): give another.")
+            raise ValueError(f"{source} has weights larger than the file ({name}): use another.")
     if any(map(_is_expanded, _tensors(content))):
-        raise ValueError(f"{source} holds tensors larger than itself: give another checkpoint.")
+        raise ValueError(f"{source} has tensors larger than the file: use another checkpoint.")
     for key in ("callbacks", "loops"):
         if not isinstance(content.get(key, {}), dict):
-            raise ValueError(f"{source}: `{key}` is not a dict: give another checkpoint.")
+            raise ValueError(f"{source}: `{key}` must be a dict: use another checkpoint.")
     for key in _OUTDATED:
         if key in content:
             raise ValueError(
-                f"{source} holds `{key}`, which Lightning writes no longer: give another one."
+                f"{source} has `{key}`, which Lightning no longer writes: use another checkpoint."
             )
     for key in _HYPER_PARAMETERS:
         if not isinstance(content.get(key, {}), dict):
-            raise ValueError(f"{source}: `{key}` is not a dict: give another checkpoint.")
+            raise ValueError(f"{source}: `{key}` must be a dict: use another checkpoint.")
         check_trusted(content.get(key, {}), source, also)
     return content
 
 
 def check_weights(state_dict: Mapping[str, Any], model: torch.nn.Module) -> None:
-    """Raise ValueError for parameters or buffers that are no finite real numbers.
+    """Check that saved parameters and buffers are finite real numbers.
 
-    A buffer may hold what it holds in a new model: masks of attention are infinite.
+    A buffer that is infinite in a new model, such as an attention mask, is not checked.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in own.keys() & state_dict.keys():
         may_be_infinite = name not in dict(model.named_parameters()) and not _is_usable(own[name])
         if not may_be_infinite and not _is_usable(state_dict[name]):
-            raise ValueError(f"The checkpoint holds weights that are no finite numbers ({name}).")
+            raise ValueError(f"The checkpoint has weights that are not finite numbers ({name}).")
 
 
 def _is_usable(weight: Any) -> bool:
@@ -212,13 +212,13 @@ def _tensors(content: Any) -> Iterator[Tensor]:
 
 
 def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_EntryLimit":
-    """Refuse to make models much larger than the weights of a checkpoint.
+    """Return a mode in which models cannot be much larger than a checkpoint's weights.
 
-    Hyper-parameters could ask for any number of units or layers.
+    Otherwise, hyper-parameters could ask for any number of units or layers.
 
     Args:
         checkpoint: The checkpoint.
-        source: Where it comes from, to be named in the message.
+        source: Its origin, for the error message.
     """
     weights = [w for w in checkpoint["state_dict"].values() if isinstance(w, Tensor)]
     storages = {w.data_ptr(): w.numel() for w in weights if w.layout == torch.strided}
@@ -226,7 +226,7 @@ def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_Entry
 
 
 class _EntryLimit(TorchFunctionMode):
-    """Refuses to create tensors with many more entries in all than a limit."""
+    """Raises ValueError if new tensors have many more entries in total than a limit."""
 
     def __init__(self, limit: int, source: object) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _EntryLimit(TorchFunctionMode):
             options = {k: v for k, v in kwargs.items() if k not in ("generator", "out")}
             try:
                 self._add(func(*args, **{**options, "device": "meta", "pin_memory": False}).numel())
-            except (RuntimeError, TypeError, OverflowError):  # too large, or torch will say so
+            except (RuntimeError, TypeError, OverflowError):  # too large, or torch raises below
                 self._add(max(_integers(args), default=0))
         return func(*args, **kwargs)
 
@@ -250,8 +250,8 @@ class _EntryLimit(TorchFunctionMode):
         self.entries += max(entries, _MIN_ENTRIES)
         if self.entries > self.limit:
             raise ValueError(
-                f"{self.source}: the hyper-parameters ask for a model much larger than its "
-                "weights, give another checkpoint."
+                f"{self.source}: the hyper-parameters ask for a model much larger than the saved "
+                "weights: use another checkpoint."
             )
 
 
@@ -264,7 +264,7 @@ def _integers(values: Any) -> Iterator[int]:
 
 
 def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how the data of a training was prepared: its features, scaling and classes."""
+    """Return how the training data was prepared: features, scaling and classes."""
     for key, value in checkpoint.items():
         is_state = key not in _NOT_OF_DATA and isinstance(value, dict)
         if is_state and isinstance(value.get("preparation"), dict):
@@ -274,7 +274,7 @@ def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint was saved at an epoch's last batch, before the epoch ended."""
+    """Return True if a checkpoint was saved at the last batch of an epoch that had not ended."""
     batch = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if batch is None or not batch["is_last_batch"]:
         return False
@@ -282,7 +282,7 @@ def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
 
 
 class TrustedLoading(pl.LightningModule):
-    """A LightningModule whose `load_from_checkpoint` builds classes of trusted packages only."""
+    """A LightningModule whose `load_from_checkpoint` builds only trusted classes."""
 
     @classmethod
     def load_from_checkpoint(
@@ -294,10 +294,10 @@ class TrustedLoading(pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the trained module of a checkpoint, with Lightning's arguments.
+        """Load a trained module from a checkpoint, with Lightning's arguments.
 
-        See `dg_lightning.trust`. With `weights_only=False` nothing is checked: reading such a file
-        may run any code.
+        See `dg_lightning.trust` for trusted classes. `weights_only=False` disables all checks, so
+        that the file may run any code.
         """
         if weights_only is False:
             return super().load_from_checkpoint(
@@ -323,41 +323,41 @@ def checked(
     hparams_file: str | Path | None,
     given: Collection[str] = (),
 ) -> Iterator[tuple[IO[bytes], "_EntryLimit", dict[str, Any]]]:
-    """Yield a checkpoint that has been checked, as an open file; a limit of sizes; and arguments.
+    """Check a checkpoint; yield it as an open file, with a size limit and arguments.
 
     Args:
-        cls: What is loaded.
+        cls: The class to load.
         source: The checkpoint.
         hparams_file: A YAML file with arguments of the class.
-        given: Names of the arguments that the caller gives.
+        given: Names of the arguments that the caller passes.
     """
     with opened(source) as file:
         saved = read_checkpoint(file, name=source if isinstance(source, (str, Path)) else None)
-        # Lightning's command line would let its parser import what the other values name.
+        # LightningCLI's parser would import classes that the other values name.
         if any("_instantiator" in saved.get(key, {}) for key in _HYPER_PARAMETERS):
-            raise ValueError(f"The checkpoint is not of a {cls.__name__}: give another one.")
+            raise ValueError(f"The checkpoint was not saved from a {cls.__name__}: use another.")
         hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
         own = saved.get("hyper_parameters", {})
         needs_net = "_class_path" in own and "net" in signature(cls).parameters
         if needs_net and "net" not in {*own, *hparams, *given}:
             raise ValueError(
-                f"The checkpoint does not hold its net, which was given as a module: write "
+                f"The checkpoint has no `net`, because it was passed as a module: call "
                 f"{cls.__name__}.load_from_checkpoint(path, net=...)."
             )
         names = _RENAMED_HPARAMS.values() & signature(cls).parameters.keys() & own.keys()
         renamed = {name: own[name] for name in names}
-        hparams = renamed | hparams  # Lightning reads the file again, with its own names
+        hparams = renamed | hparams  # Lightning reads the old names from the file
         limit = limited_to_weights(
             saved, source if isinstance(source, (str, Path)) else "The checkpoint"
         )
-        del saved  # which takes as much memory as what is loaded
+        del saved  # it takes as much memory as the loaded module
         yield file, limit, hparams
 
 
 def _read_hparams(cls: type, path: Path) -> dict[str, Any]:
-    """Return the hyper-parameters of a YAML file, if they are plain values that may be trusted.
+    """Read hyper-parameters from a YAML file, if they are trusted plain values.
 
-    Lightning would read the file again, and import what `_instantiator` names.
+    Lightning would read the file again, and import the class that `_instantiator` names.
     """
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ValueError(f"`hparams_file` must be a .yaml file, got {str(path)!r}.")
@@ -366,9 +366,9 @@ def _read_hparams(cls: type, path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"`hparams_file` {str(path)!r} is not plain YAML: fix it.") from error
     if not isinstance(values, dict) or "_instantiator" in values:
-        raise ValueError(f"`hparams_file` {str(path)!r} holds no hyper-parameters of a module.")
+        raise ValueError(f"`hparams_file` {str(path)!r} has no hyper-parameters of a module.")
     check_trusted(values, path)
-    # Lightning's own file has those of the data too.
+    # Lightning's own file also has the hyper-parameters of the data.
     known = {key: value for key, value in values.items() if key in signature(cls).parameters}
     if not known:
         raise ValueError(f"`hparams_file` {str(path)!r} has no argument of {cls.__name__}.")

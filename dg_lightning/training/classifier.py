@@ -1,4 +1,4 @@
-"""GatedClassifier: a LightningModule that trains any net, gated or not, to classify."""
+"""GatedClassifier: a LightningModule for classification with any net, gated or not."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,32 +21,33 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedClassifier(GatedModule):
-    """Cross-entropy training of a net, with its accuracy and its executed MACs.
+    """Trains a net with cross-entropy; reports its accuracy and executed MACs.
 
     Args:
-        net: The net: class path and arguments, or a module, which must be given again to load a
-            checkpoint. A class gets those of `in_features`, `input_shape` and `num_classes`
-            that it has a parameter for and that are not set.
-        input_shape: Shape of one sample; the command line takes it from the data.
-        num_classes: Number of classes; the command line takes it from the data.
-        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
-        lr_scheduler: Class path and arguments.
-        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
-        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
-        class_weights: Weight of each class in the loss; `balanced` takes those of the DataModule.
+        net: Class path and arguments of the net, or a module, which must be passed again to load a
+            checkpoint. Of `in_features`, `input_shape` and `num_classes`, a class gets those that
+            it has a parameter for and that are not set.
+        input_shape: Shape of one sample. The command line reads it from the data.
+        num_classes: Number of classes. The command line reads it from the data.
+        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments; by default no scheduler.
+        lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
+        lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
+        class_weights: Weight of each class in the loss. `balanced` uses the DataModule's weights.
         label_smoothing: Share of the target that is spread over all classes.
-        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
-            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
-        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+        gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
+            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            GateNets are trained like other weights.
+        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
 
     | logged key | meaning |
     |---|---|
-    | `train/loss` | what is differentiated: task and auxiliary loss |
-    | `train/task_loss`, `train/aux_loss` | its parts, the second of nets with `auxiliary_loss()` |
-    | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | with hard gates |
-    | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
+    | `train/loss` | training loss: sum of task and auxiliary loss |
+    | `train/task_loss`, `train/aux_loss` | its terms; the second for nets with `auxiliary_loss()` |
+    | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | computed with hard gates |
+    | `compute/...` | MACs in validation and test, see `ComputeReport.metrics` |
 
     >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
     >>> GatedClassifier(net, input_shape=[64], num_classes=10)(torch.randn(2, 64)).shape
@@ -95,7 +96,7 @@ class GatedClassifier(GatedModule):
         self.balanced = class_weights == "balanced"
         weights = [1.0] * classes if class_weights == "balanced" else class_weights
         check_class_weights(weights, classes)
-        # A buffer, so that a checkpoint evaluates with the weights that it was trained with.
+        # A buffer, so that a checkpoint is evaluated with its own class weights.
         self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
 
     @override

@@ -1,4 +1,4 @@
-"""GatedLM: a LightningModule that trains a net, gated or not, to predict the next token."""
+"""GatedLM: a LightningModule for next-token prediction with any net, gated or not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,34 +17,34 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedLM(GatedModule):
-    """Trains a language model, and counts what it executes for a token.
+    """Trains a language model and counts the executed MACs per token.
 
-    Batches are pairs of tokens and the tokens that follow them, both ``(batch, tokens)``.
+    Batches are pairs of tokens and their next tokens, both ``(batch, tokens)``.
 
     Args:
-        net: The net, from tokens to logits of the next token: class path and arguments, such as
-            `dg_lightning.layers.GPT`, or a module, which must be given again to load a checkpoint.
-        input_shape: Length of the context, as a shape; the command line takes it from the data.
-        num_classes: Number of different tokens; the command line takes it from the data.
-        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
-        lr_scheduler: Class path and arguments.
-        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
-        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
-        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
-            without weight decay. Matrices of GateNets learn as weights do.
-        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+        net: Net that maps tokens to logits of the next token: class path and arguments, such as
+            `dg_lightning.layers.GPT`, or a module, which must be passed again to load a checkpoint.
+        input_shape: Context length, as a shape. The command line reads it from the data.
+        num_classes: Size of the vocabulary. The command line reads it from the data.
+        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments; by default no scheduler.
+        lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
+        lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
+        gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
+            They have no weight decay. Weight matrices of GateNets are trained like other weights.
+        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
         engine: How feed-forwards skip closed blocks, see `runtime.skip_closed_blocks`. `masked`
-            computes everything, so that training is the same on every machine; `predict` skips.
+            computes all blocks, so training does not depend on the machine. `predict` always skips.
 
     | logged key | meaning |
     |---|---|
-    | `train/loss` | what is differentiated: task and auxiliary loss |
-    | `train/task_loss`, `train/aux_loss` | its parts, the second of nets with `auxiliary_loss()` |
-    | `val/loss`, `test/loss` | cross-entropy a token in nats, with hard gates |
-    | `val/accuracy`, `test/accuracy` | share of tokens whose next token is the most probable one |
-    | `compute/...` | the ledger of validation and test a token, see `ComputeReport.logged` |
+    | `train/loss` | training loss: sum of task and auxiliary loss |
+    | `train/task_loss`, `train/aux_loss` | its terms; the second for nets with `auxiliary_loss()` |
+    | `val/loss`, `test/loss` | cross-entropy per token in nats, with hard gates |
+    | `val/accuracy`, `test/accuracy` | share of tokens for which the top prediction is correct |
+    | `compute/...` | MACs per token in validation and test, see `ComputeReport.metrics` |
 
     >>> net = {"class_path": "dg_lightning.layers.GPT", "init_args": {"width": 32, "heads": 2}}
     >>> GatedLM(net, input_shape=[16], num_classes=256).net.context
@@ -92,7 +92,7 @@ class GatedLM(GatedModule):
 
     @override
     def num_samples(self, target: Tensor) -> int:
-        return target.numel()  # each token counts
+        return target.numel()  # a sample is a token
 
     @override
     def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class GatedLM(GatedModule):
 
     @override
     def required_sizes(self, stage: str) -> tuple[str, ...]:
-        # Prompts are of any length.
+        # Prompts may have any length.
         return ("num_classes",) if stage == "predict" else super().required_sizes(stage)
 
     @override
@@ -115,10 +115,10 @@ class GatedLM(GatedModule):
 
     @override
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the tokens of a batch of prompts, continued by draws from the model."""
+        """Continue a batch of prompts with tokens sampled from the model."""
         net: Any = self.net
         length, temperature = int(batch["length"][0]), float(batch["temperature"][0])
         generator = torch.Generator(self.device)
-        generator.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw other texts
+        generator.manual_seed(torch.initial_seed() + self.global_rank)  # differs by rank
         tokens: Tensor = net.generate(batch["prompt"], length, temperature, generator)
         return tokens

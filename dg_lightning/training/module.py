@@ -1,4 +1,4 @@
-"""GatedModule: what all LightningModules of this package share, whatever they learn."""
+"""GatedModule: the base class of this package's LightningModules."""
 
 import inspect
 import math
@@ -44,26 +44,26 @@ from dg_lightning.training.spec import (
 
 
 def unsaved_arguments(net: Any) -> list[str]:
-    """Return the arguments that a checkpoint does not hold: a net that is given as a module."""
+    """Return the arguments to leave out of checkpoints: a net passed as a module."""
     return ["net"] if isinstance(net, nn.Module) else []
 
 
 def known_num_classes(num_classes: int | None, net: Any) -> int:
-    """Return the number of classes that is given, or that the net is built with."""
+    """Return the given number of classes, or that of the net's arguments."""
     if num_classes is None and isinstance(net, Mapping):
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
-        raise ValueError("`num_classes` is unknown: give it, or a DataModule that has it.")
+        raise ValueError("`num_classes` is unknown: set it, or use a DataModule that has it.")
     if num_classes < 2:
         raise ValueError(
-            f"There must be at least 2 classes to tell apart, got {num_classes}; GatedRegressor "
-            "learns numbers."
+            f"`num_classes` must be at least 2, got {num_classes}: use GatedRegressor for "
+            "regression."
         )
     return num_classes
 
 
 def check_settings(gate_lr_factor: float, gate_clip_norm: float | None) -> None:
-    """Refuse values out of range."""
+    """Check that the gate settings are in range."""
     if gate_lr_factor < 0:
         raise ValueError(f"`gate_lr_factor` must be at least 0, got {gate_lr_factor}.")
     if gate_clip_norm is not None and gate_clip_norm <= 0:
@@ -73,27 +73,27 @@ def check_settings(gate_lr_factor: float, gate_clip_norm: float | None) -> None:
 def check_sizes(
     hparams: Mapping[str, Any], data: Any, names: Sequence[str] = ("num_classes", "input_shape")
 ) -> None:
-    """Refuse data with another number of classes or another shape than the model's."""
+    """Check that the data has the model's number of classes and input shape."""
     for name in names:
         own, theirs = hparams.get(name), getattr(data, name, None)
         if own is not None and theirs is not None and _plain(own) != _plain(theirs):
             raise ValueError(
                 f"The model has {name} {_plain(own)}, {type(data).__name__} has "
-                f"{_plain(theirs)}: set model.{name}={_plain(theirs)}, or give the data that a "
+                f"{_plain(theirs)}: set model.{name}={_plain(theirs)}, or use the data that the "
                 "checkpoint was trained on."
             )
 
 
 def check_class_weights(weights: Sequence[float] | None, num_classes: int) -> None:
-    """Refuse class weights that are not one a class, negative, or all 0."""
+    """Check that there is one weight per class, none negative and not all 0."""
     if weights is None:
         return
     if len(weights) != num_classes:
         raise ValueError(
-            f"`class_weights` must have {num_classes} entries, one a class, got {len(weights)}."
+            f"`class_weights` must have {num_classes} entries, one per class, got {len(weights)}."
         )
     if min(weights) < 0 or not any(weights):
-        raise ValueError(f"`class_weights` must be at least 0, and one above, got {weights}.")
+        raise ValueError(f"`class_weights` must be at least 0, and not all 0, got {weights}.")
 
 
 def balanced_weights(data: Any) -> Tensor:
@@ -101,8 +101,8 @@ def balanced_weights(data: Any) -> Tensor:
     weights = getattr(data, "class_weights", None)
     if weights is None:
         raise ValueError(
-            "`class_weights='balanced'` needs a DataModule with `class_weights`; "
-            "give the weights as a list instead."
+            "`class_weights='balanced'` needs a DataModule with `class_weights`: use one, or pass "
+            "a list of weights."
         )
     return torch.as_tensor(weights)
 
@@ -112,51 +112,52 @@ def _plain(value: int | Sequence[int]) -> int | list[int]:
 
 
 def check_unscaled_gradients(trainer: Any, optimizer: Any) -> None:
-    """Refuse `gate_clip_norm` where gradients are unscaled within the optimizer's step only."""
+    """Reject `gate_clip_norm` if gradients stay scaled until the optimizer step."""
     if has_fused_unscale(trainer, optimizer):
         raise ValueError(
-            "`gate_clip_norm` needs unscaled gradients, which a fused optimizer has within its "
-            "step only: write fused=False, or train without a loss scaler."
+            "`gate_clip_norm` needs unscaled gradients, but a fused optimizer unscales them in its "
+            "step: set fused=False, or train without a loss scaler."
         )
 
 
 _SPARSE = (
-    "The model was sparse, and no callback of this training keeps it so: its missing connections "
-    "will come back; add StaticSparse, RigL or another."
+    "The model was sparse, but no callback keeps it sparse, so its missing connections will "
+    "return: add StaticSparse, RigL or another sparse callback."
 )
 
 _UNFINISHED = (
     "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and the "
-    "hooks that end this epoch: add ExactResume, which does not."
+    "hooks at the end of this epoch: add ExactResume to run them."
 )
 
 
 class GatedModule(CapturedSteps, TrustedLoading):
-    """Trains a net, gated or not, and counts what it executes.
+    """Trains a net, gated or not, and counts its executed MACs.
 
-    Everything it is made of is a plain value, so that `load_from_checkpoint(path)` needs no further
-    argument and no pickled code; a net that is given as a module must be given again. Validation
-    and test take metrics and MACs from the same hard gates of the same forward passes. A subclass
-    calls `save_hyperparameters` and defines `task_loss`, which takes logits and targets.
+    All arguments are plain values, so `load_from_checkpoint(path)` needs no further arguments and
+    no pickled code. Only a net passed as a module must be passed again. In validation and test,
+    metrics and MACs come from the same forward passes with hard gates. A subclass calls
+    `save_hyperparameters` and defines `task_loss(logits, target)`.
 
     Args:
-        net: The net: class path and arguments, or a module. A class gets those of `in_features`,
-            `input_shape` and `num_classes` that it has a parameter for and that are not set.
-        input_shape: Shape of one sample; the command line takes it from the data.
-        num_classes: Number of classes; the command line takes it from the data.
-        metrics: Metrics of logits and targets, by the names under which they are logged.
-        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
-        lr_scheduler: Class path and arguments.
-        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
-        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
-        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
-            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
-        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+        net: Class path and arguments of the net, or a module. Of `in_features`, `input_shape` and
+            `num_classes`, a class gets those that it has a parameter for and that are not set.
+        input_shape: Shape of one sample. The command line reads it from the data.
+        num_classes: Number of classes. The command line reads it from the data.
+        metrics: Metrics of logits and targets, by logged name.
+        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments; by default no scheduler.
+        lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
+        lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
+        gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
+            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            GateNets are trained like other weights.
+        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
     """
 
-    input_dtype = torch.float32  # of samples
+    input_dtype = torch.float32  # dtype of samples
 
     def __init__(
         self,
@@ -193,13 +194,13 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.test_metrics = metrics.clone(prefix="test/")
         self.val_ledger = ComputeLedger(self.net)
         self.test_ledger = ComputeLedger(self.net)
-        # Of the last validation or test; logged values are its figures rounded to float32.
+        # Report of the last validation or test. Logged values are its figures in float32.
         self.compute_report: ComputeReport | None = None
-        # How the data that it was trained on became its inputs; brought by a checkpoint.
+        # How the training data was prepared, as loaded from a checkpoint.
         self.preparation: dict[str, Any] | None = None
-        self._stage: str | None = None  # of the Trainer, if any
+        self._stage: str | None = None  # stage of the Trainer
         self._gates: list[GateLike] = []
-        self._whole_net: WholeNet | None = None  # counted in the first evaluation
+        self._whole_net: WholeNet | None = None  # set in the first evaluation
         self._is_counted = False
 
     @override
@@ -210,11 +211,11 @@ class GatedModule(CapturedSteps, TrustedLoading):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save plain values, as Lightning does; no module, and nothing of LightningCLI's."""
+        """Save plain values only, without modules and additions of LightningCLI."""
         caller = frame or cast(FrameType, inspect.currentframe()).f_back
         super().save_hyperparameters(*args, ignore=ignore, frame=caller, logger=logger)
-        # `load_from_checkpoint` would call the instantiator of LightningCLI, which has also added
-        # the class if it needs it to read the other values back.
+        # `load_from_checkpoint` would call the instantiator of LightningCLI. With it, LightningCLI
+        # has also added the class path, if the other values cannot be read without it.
         if self.hparams.pop("_instantiator", None) is None:
             path = f"{type(self).__module__}.{type(self).__qualname__}"
             self.hparams.setdefault("_class_path", path)
@@ -226,21 +227,21 @@ class GatedModule(CapturedSteps, TrustedLoading):
         raise NotImplementedError(f"{type(self).__name__} must define `task_loss`.")
 
     def num_samples(self, target: Tensor) -> int:
-        """Return how many samples a batch has."""
+        """Return the number of samples in a batch."""
         return len(target)
 
     def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what metrics compare."""
+        """Return the predictions and targets for the metrics."""
         return logits, target
 
     def required_sizes(self, stage: str) -> tuple[str, ...]:
-        """Return the sizes in which the data of a stage must equal that of the training."""
+        """Return the sizes that a stage's data must share with the training data."""
         return ("num_classes", "input_shape")
 
     @override
     def setup(self, stage: str) -> None:
         self._stage = stage
-        self._is_counted = False  # inputs may be of another size
+        self._is_counted = False  # inputs may have another size
         if stage == "fit" and not self._keeps_masks() and forget_masks(self):
             rank_zero_warn(_SPARSE)
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -312,13 +313,13 @@ class GatedModule(CapturedSteps, TrustedLoading):
         return {"logits": logits}  # for callbacks
 
     def _count(self, x: Tensor, samples: int) -> Tensor:
-        """Return the logits, and count what the whole net computes."""
+        """Return the logits, and count the MACs of the whole net."""
         self._is_counted = True
         try:
             with FlopRecorder(self.net) as count:
                 logits: Tensor = self(x)
-        except Exception as error:  # of torch's counter, or of the net, which raises it again
-            logits = self(x)
+        except Exception as error:
+            logits = self(x)  # raises again if the error is the net's, not the counter's
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             rank_zero_warn(f"The MACs of the whole net cannot be counted ({reason}).")
             return logits
@@ -327,7 +328,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self.val_ledger = ComputeLedger(self.net).to(self.device)  # with gates of now
+        self.val_ledger = ComputeLedger(self.net).to(self.device)  # gates may have changed
 
     @override
     def on_test_epoch_start(self) -> None:
@@ -341,7 +342,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.compute_report = ledger.report(self.net, self._whole_net)
         if self.compute_report.uncounted and not self.trainer.sanity_checking:
             rank_zero_warn(
-                "The shares of compute/... are of the linear maps alone, without "
+                "The shares in compute/... cover linear layers only, without "
                 f"{', '.join(self.compute_report.uncounted)}."
             )
         for key, value in self.compute_report.metrics().items():
@@ -376,8 +377,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # The ledger must know missing connections where no sparse callback is there to say so.
-        # A fit without that callback would fill them again.
+        # Without a sparse callback, the ledger learns of missing connections here. A fit without
+        # the callback would fill them again.
         if self._stage != "fit":
             announce_masks(self, saved_masks(checkpoint))
         elif saved_masks(checkpoint) and not self._keeps_masks():

@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate scheduler of a net with gates, from plain values."""
+"""Build optimizers and learning-rate schedulers for nets with gates from plain values."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dg_lightning.gates import gate_layers
 from dg_lightning.training.spec import OptimizerConfig, SchedulerConfig, build, import_class
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on a GPU
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # fused on a GPU
 
 
 def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Return an optimizer with `fused=True`, if it can be and its kernels are not chosen.
+    """Return an optimizer config with `fused=True`, if possible and not already chosen.
 
     >>> enable_fused({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})["init_args"]
     {'lr': 0.1, 'fused': True}
@@ -33,7 +33,7 @@ def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def restore_fused(optimizer: Optimizer) -> None:
-    """Make a fused optimizer fused again that has loaded the state of one that was not."""
+    """Make an optimizer fused again after it loaded the state of an unfused one."""
     for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         group["fused"] = True
         for parameter in group["params"]:
@@ -43,14 +43,15 @@ def restore_fused(optimizer: Optimizer) -> None:
 
 
 def has_fused_unscale(trainer: Any, optimizer: Any) -> bool:
-    """Return True if gradients are scaled until the optimizer's step."""
+    """Return True if gradients stay scaled until the optimizer step."""
     return has_scaler(trainer) and any(group.get("fused") for group in optimizer.param_groups)
 
 
 def may_be_fused(trainer: Any, clips_gates: bool) -> bool:
-    """Return True if gradients need not be clipped that a fused optimizer would have to unscale.
+    """Return True if gradient clipping allows a fused optimizer.
 
-    Lightning refuses to clip in mixed precision, even if it is bfloat16, which scales nothing.
+    A fused optimizer unscales gradients in its step, after clipping. Lightning therefore refuses to
+    clip in mixed precision, even in bfloat16, which does not scale.
     """
     if trainer.gradient_clip_val and isinstance(trainer.precision_plugin, MixedPrecision):
         return False
@@ -58,15 +59,15 @@ def may_be_fused(trainer: Any, clips_gates: bool) -> bool:
 
 
 def has_scaler(trainer: Any) -> bool:
-    """Return True if losses are scaled, as in 16-mixed."""
+    """Return True if losses are scaled, as in 16-mixed precision."""
     return getattr(trainer.precision_plugin, "scaler", None) is not None
 
 
 def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: weights, and gates.
+    """Return optimizer parameter groups of weights and gates.
 
-    Logits and biases of gates get a learning rate of their own and no weight decay. Matrices of
-    GateNets learn as weights do.
+    Gate logits and biases get their own learning rate and no weight decay. Weight matrices of
+    GateNets belong to the weights.
 
     Args:
         module: The module with gates.
@@ -91,7 +92,7 @@ def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> l
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the weights of a module, and the logits and biases of its gates."""
+    """Return a module's weights, and the logits and biases of its gates."""
     gates = gate_layers(module, required=False).values()
     own = [p for g in gates if isinstance(g, nn.Module) for p in g.parameters() if p.ndim < 2]
     of_gates = {id(p): p for p in own}
@@ -107,15 +108,15 @@ def build_optimizers(
     interval: str = "epoch",
     monitor: str = "val/loss",
 ) -> OptimizerLRScheduler:
-    """Return what `configure_optimizers` returns.
+    """Build the return value of `configure_optimizers`.
 
     Args:
         module: The module with gates, see `param_groups`.
         optimizer: Class path and arguments.
         gate_lr_factor: Learning rate of the gates, as a multiple of the optimizer's.
         scheduler: Class path and arguments.
-        interval: Whether the scheduler steps with every epoch or every optimizer step.
-        monitor: The logged value that a `ReduceLROnPlateau` monitors.
+        interval: Whether the scheduler steps every epoch or every optimizer step.
+        monitor: Logged value that `ReduceLROnPlateau` monitors.
     """
     weights, gates = split_parameters(module)
     groups = [{"params": weights}, *([{"params": gates}] if gates else [])]
@@ -130,9 +131,9 @@ def build_optimizers(
     rates = [group["lr"] for group in built.param_groups]
     if gates and not math.isclose(rates[1], rates[0] * gate_lr_factor):
         raise ValueError(
-            f"{type(scheduling).__name__} sets learning rates itself and ignores "
-            f"`gate_lr_factor={gate_lr_factor}`: give it a list, for weights and for "
-            "gates, and leave the factor at 1."
+            f"{type(scheduling).__name__} sets learning rates and ignores "
+            f"`gate_lr_factor={gate_lr_factor}`: pass it a list of rates, for weights and gates, "
+            "and set the factor to 1."
         )
     config: dict[str, Any] = {"scheduler": scheduling, "interval": interval}
     if isinstance(scheduling, ReduceLROnPlateau):
@@ -141,9 +142,9 @@ def build_optimizers(
 
 
 def warn_scheduler_length(trainer: Any) -> None:
-    """Say if a scheduler was made for a longer or shorter training than this one.
+    """Log if a scheduler is planned for another length than that of the training run.
 
-    Silent where the length is not certain, and in a resumed training, which keeps the old one.
+    Nothing is logged if the length is uncertain, or if the run is resumed with its old scheduler.
     """
     ends_otherwise = trainer.max_steps != -1 or any(isinstance(c, Timer) for c in trainer.callbacks)
     ends_otherwise |= trainer.fast_dev_run or (trainer.max_epochs or 0) < 1
@@ -159,7 +160,7 @@ def warn_scheduler_length(trainer: Any) -> None:
             if planned is not None and planned * config.frequency != length:
                 rank_zero_info(
                     f"{type(config.scheduler).__name__} plans {planned} "
-                    f"{'epochs' if by_epoch else 'steps'}, this training has {length}: for a "
-                    f"learning rate that ends with it, set {name}={length} "
+                    f"{'epochs' if by_epoch else 'steps'}, but the training run has {length}: to "
+                    f"match them, set {name}={length} "
                     f"(--model.lr_scheduler.{name}={length})."
                 )

@@ -1,4 +1,4 @@
-"""GatedRegressor: a LightningModule that trains any net, gated or not, to predict a number."""
+"""GatedRegressor: a LightningModule for regression with any net, gated or not."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,32 +15,33 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedRegressor(GatedModule):
-    """Least-squares training of a net with one output, with its R² and its executed MACs.
+    """Trains a net with one output by least squares; reports its R² and executed MACs.
 
-    The net learns the standardised target: less its mean, divided by its standard deviation, as a
-    DataModule with `target_scale` has them. Metrics and predictions are in units of the target.
+    The net learns the standardised target, with mean and standard deviation from the DataModule's
+    `target_scale`. Metrics and predictions are in units of the target.
 
     Args:
-        net: The net: class path and arguments, or a module, which must be given again to load a
-            checkpoint. A class gets those of `in_features`, `input_shape`, `num_classes` (1 here)
-            that it has a parameter for and that are not set.
-        input_shape: Shape of one sample; the command line takes it from the data.
-        optimizer: Class path and arguments; AdamW with a learning rate of 0.001 when None.
-        lr_scheduler: Class path and arguments.
-        lr_scheduler_interval: Whether the scheduler steps with every epoch or every optimizer step.
-        lr_scheduler_monitor: The logged value that a `ReduceLROnPlateau` looks at.
-        gate_lr_factor: Learning rate of gates' logits and biases, as a multiple of the optimizer's,
-            without weight decay, which pulls to p = 0.5. Matrices of GateNets learn as weights do.
-        gate_clip_norm: Largest norm of the gradient of all gate parameters together.
-        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`; the
+        net: Class path and arguments of the net, or a module, which must be passed again to load a
+            checkpoint. Of `in_features`, `input_shape` and `num_classes` (1 here), a class gets
+            those that it has a parameter for and that are not set.
+        input_shape: Shape of one sample. The command line reads it from the data.
+        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments; by default no scheduler.
+        lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
+        lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
+        gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
+            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            GateNets are trained like other weights.
+        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
 
     | logged key | meaning |
     |---|---|
-    | `train/loss` | what is differentiated: mean square error of the standardised target |
+    | `train/loss` | mean squared error of the standardised target |
     | `val/loss`, `test/loss` | the same, with hard gates |
     | `val/r2`, `val/rmse`, `val/mae`, `test/...` | R² and errors, in units of the target |
-    | `compute/...` | the ledger of validation and test, see `ComputeReport.logged` |
+    | `compute/...` | MACs in validation and test, see `ComputeReport.metrics` |
 
     >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
     >>> GatedRegressor(net, input_shape=[8])(torch.randn(2, 8)).shape
@@ -74,8 +75,8 @@ class GatedRegressor(GatedModule):
             cuda_graphs,
         )
         self.save_hyperparameters(ignore=unsaved_arguments(net))
-        self.num_classes = 0  # none, for callbacks that look at classes
-        # Buffers, so that a checkpoint predicts in the units that it was trained with.
+        self.num_classes = 0  # no classes, for callbacks that need their number
+        # Buffers, so that a checkpoint predicts in units of its training data.
         self.target_mean: Tensor
         self.target_std: Tensor
         self.register_buffer("target_mean", torch.tensor(0.0))
@@ -87,15 +88,15 @@ class GatedRegressor(GatedModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         if getattr(data, "class_names", None):
             raise ValueError(
-                f"GatedRegressor predicts a number, and the labels of {type(data).__name__} are "
+                f"GatedRegressor predicts a number, but the labels of {type(data).__name__} are "
                 "classes: use GatedClassifier, or data.task=regression for a table."
             )
         if stage != "fit":
             return
         if (scale := getattr(data, "target_scale", None)) is None:
             rank_zero_warn(
-                "GatedRegressor takes the target as it is, for the data has no `target_scale` (its "
-                "mean and standard deviation): it should be near 0 and of size 1."
+                "GatedRegressor uses the raw target because the data has no `target_scale` (mean "
+                "and standard deviation): the target should have mean 0 and standard deviation 1."
             )
         else:
             self.target_mean.fill_(scale[0])
@@ -106,7 +107,7 @@ class GatedRegressor(GatedModule):
 
     @override
     def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the mean square error of the standardised target."""
+        """Return the mean squared error of the standardised target."""
         wanted = self._centred(target) / self.target_std
         return F.mse_loss(logits.squeeze(-1).float(), wanted)
 
@@ -115,13 +116,13 @@ class GatedRegressor(GatedModule):
             target = target.squeeze(1)
         if target.ndim != 1:
             raise ValueError(
-                f"GatedRegressor needs one number a sample as target, got {list(target.shape)}."
+                f"The target must be one number per sample, got shape {list(target.shape)}."
             )
         return target.float() - self.target_mean
 
     @override
     def metric_inputs(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        # Less the mean, which leaves errors and R² alone, and keeps sums of squares exact.
+        # Subtracting the mean changes neither errors nor R², and keeps sums of squares exact.
         return logits.squeeze(-1).float() * self.target_std, self._centred(target)
 
     @override

@@ -1,7 +1,7 @@
-"""Classes as plain values: a class path with its arguments, as YAML and checkpoints hold it.
+"""Classes as plain values: a class path with arguments, as in YAML and checkpoints.
 
-A class path is looked up, checked to be a class of the kind that is wanted, and only then called.
-What a checkpoint names must also come from a trusted package: importing a module runs its code.
+A class is imported, checked to be a subclass of the expected one, and only then called. A class
+named in a checkpoint must also come from a trusted package, because importing runs code.
 """
 
 import importlib
@@ -14,42 +14,41 @@ from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict,
 from torch import nn, optim
 
 T = TypeVar("T")
-_MAX_VALUES, _MAX_DEPTH = 100_000, 100  # of plain values
+_MAX_VALUES, _MAX_DEPTH = 100_000, 100  # limits of nested plain values
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
 _trusted = {"dg_lightning", "torch.nn", "torch.optim"}
 
 
 class ClassConfig(TypedDict, total=False):
-    """A class to be built later: `class_path` and the arguments that are known now."""
+    """A class to build later: `class_path` and the arguments known so far."""
 
     class_path: Required[str]
     init_args: dict[str, Any]
 
 
 class NetBuilder(Protocol):
-    """A net whose sizes are still open; it takes those that it has a parameter for."""
+    """A net without sizes; it gets the ones that it has a parameter for."""
 
     def __call__(self, *, input_shape: Any, in_features: int, num_classes: int) -> nn.Module:
-        """Build it."""
+        """Build the net."""
 
 
 class OptimizerFactory(Protocol):
-    """An optimizer whose parameters are still open."""
+    """An optimizer without parameters."""
 
     def __call__(self, params: Any) -> optim.Optimizer:
-        """Build it."""
+        """Build the optimizer."""
 
 
 class SchedulerFactory(Protocol):
-    """A learning-rate scheduler whose optimizer is still open."""
+    """A learning-rate scheduler without an optimizer."""
 
     def __call__(self, optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
-        """Build it."""
+        """Build the scheduler."""
 
 
-# For the program these are class specs. The command line reads the annotations too, and shall check
-# the arguments of the class that is named: from a factory it learns which ones are still open,
-# while a `ClassConfig` would let a misspelt one pass.
+# At run time these are class configs. The command line reads the annotations to check arguments: a
+# factory type says which ones are added later, while `ClassConfig` would accept misspelt ones.
 if TYPE_CHECKING:
     NetConfig: TypeAlias = ClassConfig | nn.Module
     OptimizerConfig: TypeAlias = ClassConfig
@@ -59,7 +58,7 @@ else:
 
 
 def as_config(value: Any) -> Any:
-    """Return a class config in place of a factory that LightningCLI has made of one."""
+    """Convert LightningCLI's factory for a class back to a class config."""
     if not isinstance(value, partial):
         return value
     cls = next((part for part in (*value.args, value.func) if isinstance(part, type)), None)
@@ -72,10 +71,10 @@ def as_config(value: Any) -> Any:
 
 
 def trust(*packages: str) -> None:
-    """Let checkpoints name classes of these packages, or of these modules of a package.
+    """Trust packages or modules whose classes checkpoints may name.
 
-    Our own nets and `torch.nn`, `torch.optim` are trusted from the start. The environment variable
-    DG_TRUST, names joined by commas, does the same for a command.
+    `dg_lightning`, `torch.nn` and `torch.optim` are trusted by default. For a command, set the
+    environment variable DG_TRUST to names separated by commas.
 
     >>> trust("my_models")
     """
@@ -83,22 +82,22 @@ def trust(*packages: str) -> None:
 
 
 def check_size(values: Any, source: object) -> None:
-    """Raise ValueError for plain values that hold themselves, or very many values.
+    """Reject plain values that are recursive, too deeply nested or too many.
 
-    Lists can share their items, so that a small file asks for more than a computer can hold.
+    Lists can share items, so a small file could expand to more than memory can hold.
 
     Args:
-        values: Dicts and lists, as a checkpoint or a config holds them.
-        source: Where they come from, to be named in the message.
+        values: Dicts and lists from a checkpoint or a config.
+        source: Their origin, for the error message.
 
     >>> nested = [1]
     >>> nested.append(nested)
     >>> check_size(nested, "a.ckpt")
     Traceback (most recent call last):
     ...
-    ValueError: a.ckpt holds values that are nested too deeply or too many: give another file.
+    ValueError: a.ckpt has too many or too deeply nested values: use another file.
     """
-    known: dict[int, tuple[int, int]] = {}  # values in a container, with repetitions; its height
+    known: dict[int, tuple[int, int]] = {}  # number of values and height, by id of a container
 
     def measure(value: Any, depth: int) -> tuple[int, int]:
         if not isinstance(value, Mapping | list | tuple):
@@ -110,8 +109,7 @@ def check_size(values: Any, source: object) -> None:
                 count, height = count + more, max(height, below + 1)
                 if count > _MAX_VALUES or height > _MAX_DEPTH:
                     raise ValueError(
-                        f"{source} holds values that are nested too deeply or too many: give "
-                        "another file."
+                        f"{source} has too many or too deeply nested values: use another file."
                     )
             known[id(value)] = count, height
         return known[id(value)]
@@ -133,7 +131,7 @@ def _class_paths(values: Any) -> Iterator[Any]:
 
 
 def modules_named(values: Any) -> set[str]:
-    """Return the modules of all classes that plain values name.
+    """Return the modules of all classes named in plain values.
 
     >>> modules_named({"net": {"class_path": "my_models.Net"}, "gates": [1, {"class_path": "X"}]})
     {'my_models'}
@@ -143,12 +141,12 @@ def modules_named(values: Any) -> set[str]:
 
 
 def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None:
-    """Refuse plain values that name a class outside of the trusted packages; import nothing.
+    """Reject plain values that name untrusted classes, without importing them.
 
     Args:
-        values: Dicts and lists, as a checkpoint or a config holds them.
-        source: Where they come from, to be named in the message.
-        also: Further packages or modules that are trusted this time.
+        values: Dicts and lists from a checkpoint or a config.
+        source: Their origin, for the error message.
+        also: Further packages or modules to trust in this call.
 
     >>> check_trusted({"net": {"class_path": "os.system"}}, "a.ckpt")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -161,7 +159,7 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
     for path in _class_paths(values):
         if not isinstance(path, str):
             kind = type(path).__name__
-            raise ValueError(f"{source}: a class path must be text, got {kind}: give another file.")
+            raise ValueError(f"{source}: a class path must be text, got {kind}: use another file.")
         module = path.rpartition(".")[0]
         is_known = any(f"{module}.".startswith(f"{name}.") for name in known)
         if module and not is_known:
@@ -174,15 +172,15 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
 
 
 def check_classes(values: Any) -> None:
-    """Refuse plain values whose class paths name anything but a class.
+    """Reject plain values with class paths that do not name a class.
 
-    The parser of the command line would call a function, such as `os.system`, to see what it
-    returns. One that says by its annotation that it returns an object of a class may be named.
+    The parser of the command line would call a function such as `os.system` to see what it returns.
+    Functions are allowed only if annotated to return an object of a class.
 
     >>> check_classes({"net": {"class_path": "os.system"}})
     Traceback (most recent call last):
     ...
-    ValueError: 'os.system' must be a class, and is not: give a path as package.module.Class.
+    ValueError: 'os.system' is not a class: write a path as package.module.Class.
     """
     check_size(values, "The config")
     for path in _class_paths(values):
@@ -190,15 +188,13 @@ def check_classes(values: Any) -> None:
         found = getattr(importlib.import_module(module), name, None) if module else object
         returned = getattr(found, "__annotations__", {}).get("return")
         if not isinstance(found, type) and not isinstance(returned, type):
-            raise ValueError(
-                f"{path!r} must be a class, and is not: give a path as package.module.Class."
-            )
+            raise ValueError(f"{path!r} is not a class: write a path as package.module.Class.")
 
 
 def import_class(class_path: str, kind: type[T]) -> type[T]:
-    """Return the class of a dotted path, which must be a subclass of `kind`.
+    """Import a class by its dotted path, and check that it is a subclass of `kind`.
 
-    A bare name is looked for in `dg_lightning` and torch.
+    A name without a module is looked up in `dg_lightning` and torch.
 
     >>> import_class("AdamW", optim.Optimizer).__module__
     'torch.optim.adamw'
@@ -210,25 +206,25 @@ def import_class(class_path: str, kind: type[T]) -> type[T]:
         found = found or getattr(importlib.import_module(place), name, None)
     if not isinstance(found, type):
         raise ValueError(
-            f"There is no class {class_path!r}; give its full path, as package.module.Class."
+            f"There is no class {class_path!r}: write its full path, as package.module.Class."
         )
     if not issubclass(found, kind):
-        raise ValueError(f"{class_path!r} must be a subclass of {kind.__name__}, and is not.")
+        raise ValueError(f"{class_path!r} must be a subclass of {kind.__name__}: use another one.")
     return found
 
 
 def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any) -> T:
-    """Build the class that `spec` names from its own arguments and those that were left open.
+    """Build the class that `spec` names, adding arguments that it left open.
 
-    Of `open_arguments` it gets the ones that it has a parameter for and does not set itself. An
-    argument that is itself a class path is built too, and must be an `nn.Module`.
+    Of `open_arguments`, the class gets those that it has a parameter for and that `spec` does not
+    set. Arguments with a class path are built too, and must be an `nn.Module`.
 
     Args:
         spec: A `ClassConfig`.
-        role: What it is for, to be named in messages.
-        kind: What it must be a subclass of; nothing else is called.
+        role: Name of its argument in messages.
+        kind: Required base class. No other class is called.
         *args: Positional arguments to put first.
-        **open_arguments: Arguments that the class may have left open.
+        **open_arguments: Arguments that `spec` may have left open.
 
     >>> build({"class_path": "torch.nn.Linear", "init_args": {"out_features": 2}}, "net",
     ...       nn.Module, in_features=3, num_classes=5)
@@ -246,7 +242,7 @@ def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(given) - set(parameters))):
         raise ValueError(
-            f"{cls.__name__} has no argument {unknown[0]!r}; it has {', '.join(parameters)}."
+            f"{cls.__name__} has no argument {unknown[0]!r}: use {', '.join(parameters)}."
         )
     arguments = {key: value for key, value in open_arguments.items() if key in parameters}
     for key, value in given.items():
@@ -257,4 +253,4 @@ def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any
     except (TypeError, ValueError, RuntimeError) as error:
         if not cls.__module__.startswith("torch."):
             raise
-        raise ValueError(f"`{role}`: {cls.__name__} says: {error}") from error
+        raise ValueError(f"`{role}`: {cls.__name__} failed: {error}") from error

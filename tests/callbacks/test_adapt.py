@@ -113,7 +113,7 @@ def test_what_moves_all_the_same_is_told_of(tmp_path: Path) -> None:
             if trainer.current_epoch == CLEAN:
                 pl_module.net.hidden[0].gate.temperature *= 0.9
 
-    with pytest.warns(UserWarning, match="gate.temperature moved although Adapt holds them"):
+    with pytest.warns(UserWarning, match="gate.temperature changed although Adapt"):
         run(Adapt("nothing", batches=5), tmp_path, Moves())
     with pytest.warns(UserWarning, match="has learned from 82 batches instead of 200"):
         run(Adapt("gates"), tmp_path)
@@ -131,7 +131,7 @@ def test_it_must_have_seen_the_net_before_the_drift(tmp_path: Path) -> None:
     trainer_for([Save()], tmp_path, max_epochs=2 * CLEAN).fit(
         classifier(gate=GATE), datamodule=data
     )
-    with pytest.raises(ValueError, match="Adapt has seen no epoch and no validation"):
+    with pytest.raises(ValueError, match="Adapt needs an epoch and a validation"):
         run(Adapt(), tmp_path, ckpt_path=path)
     trainer = trainer_for([Adapt()], tmp_path, check_val_every_n_epoch=2)
     with pytest.raises(ValueError, match="leave `check_val_every_n_epoch`"):
@@ -145,7 +145,7 @@ def test_bad_input_gets_one_line(tmp_path: Path) -> None:
         Adapt(inactive=0.0)
     with pytest.raises(ValueError, match="got 3: use `tasks: 2`"):
         trainer_for([Adapt()], tmp_path).fit(classifier(), datamodule=tasks(kind="drift"))
-    with pytest.raises(ValueError, match="Adapt cannot protect running statistics"):
+    with pytest.raises(ValueError, match="Adapt cannot protect the running statistics"):
         run(Adapt(), tmp_path, net=classifier(gate=GATE, norm="batch"))
     with pytest.raises(ValueError, match="an average of weights"):
         run(Adapt(), tmp_path, EMAWeightAveraging())

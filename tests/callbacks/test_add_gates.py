@@ -103,7 +103,7 @@ def test_gates_that_no_optimizer_has_are_refused(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam([p for n, p in self.named_parameters() if n == "body.5.weight"])
 
-    with pytest.raises(ValueError, match="2 of 2 parameters of gates are in no optimizer"):
+    with pytest.raises(ValueError, match="2 of 2 gate parameters are in no optimizer"):
         trainer_for([AddGates(feed_forward=STATIC)], tmp_path).fit(OnlyTheLast(), data())
 
 
@@ -192,14 +192,14 @@ def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return nn.functional.cross_entropy(self.body(batch[0]), batch[1])
 
-    with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `module` \(body\)"):
+    with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `submodule` \(body\)"):
         trainer_for([AddGates(STATIC)], tmp_path).fit(Bare(), data())
-    with pytest.raises(ValueError, match=r"AddGates must name a part of Bare \(body\), got 'head'"):
+    with pytest.raises(ValueError, match=r"AddGates must name .* Bare \(body\), got 'head'"):
         trainer_for([AddGates(STATIC, submodule="head")], tmp_path).fit(Bare(), data())
 
 
 def test_bad_settings_get_one_line() -> None:
-    with pytest.raises(ValueError, match="Say what to gate"):
+    with pytest.raises(ValueError, match="`feed_forward`"):
         AddGates()
 
 

@@ -114,25 +114,25 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_figure(tmp_path: Path) 
     # GateNets: 64 * 8 + 8 * 64 for the first; 8 * 32 for the second, none of whose inputs is open.
     dense = 64 * 64 + 64 * 32 + 32 * 10
     least = (64 * 8 + 8 * 64 + 8 * 32) / dense
-    with pytest.raises(ValueError, match=f"0.1 cannot be met: .* {least:.4g} is used, {least:.4g}"):
+    with pytest.raises(ValueError, match=f"0.1 cannot be met: .* {least:.4g}, .* {least:.4g}"):
         fitted([BudgetController(0.1)], tmp_path, DYNAMIC)
     floors = {"kind": "static", "min_open": "50%"}
-    with pytest.raises(ValueError, match=r"lower `min_open`, or make the GateNets smaller"):
+    with pytest.raises(ValueError, match=r"0.2 cannot be met: .*`min_open`"):
         fitted([BudgetController(0.2)], tmp_path, floors)
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="GatePenalty and BudgetController both press on"):
+    with pytest.raises(ValueError, match="GatePenalty and BudgetController both penalise"):
         fitted([GatePenalty(1.0), BudgetController(0.5)], tmp_path)
-    with pytest.raises(ValueError, match=r"Two patterns of `budget` name the gate net.hidden.0"):
+    with pytest.raises(ValueError, match=r"`budget` .* net.hidden.0"):
         fitted([BudgetController({"*0*": 0.5, "*": 0.5})], tmp_path)
-    with pytest.raises(ValueError, match=r"has a fixed number of open gates \(`policy: top_k`\)"):
+    with pytest.raises(ValueError, match=r"`policy: top_k`.* `k`"):
         fitted([BudgetController(0.5)], tmp_path, {"kind": "static", "policy": "top_k", "k": 9})
     for arguments, message in [
         ({"budget": 0.0}, r"`budget` must be in \(0, 1\], got 0.0"),
         ({"budget": 0.5, "measure": "flops"}, "`measure` must be macs or open_rate, got 'flops'"),
         ({"budget": 0.5, "initial_weight": 0.0}, "`initial_weight` must be above 0 and at most"),
-        ({"budget": {"a": 0.5}, "layers": ["b"]}, "`layers` goes with a single budget"),
+        ({"budget": {"a": 0.5}, "layers": ["b"]}, "`layers` .* `budget`"),
         ({"budget": 0.5, "freeze_at": "late"}, "`freeze_at` must be a number of steps"),
     ]:
         with pytest.raises(ValueError, match=message):

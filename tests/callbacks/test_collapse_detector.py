@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Gate collapse"),
     pytest.mark.filterwarnings("ignore:θ rises above"),
     pytest.mark.filterwarnings("ignore:λ, θ and the keep target"),
-    pytest.mark.filterwarnings("ignore:target sits on θ"),
+    pytest.mark.filterwarnings("ignore:target is too close to θ"),
 ]
 STATIC: Any = {"kind": "static"}
 DYNAMIC: Any = {"kind": "dynamic", "network": "low_rank", "rank": 8}
@@ -270,7 +270,7 @@ def test_gates_that_cannot_open_again_are_named_even_on_a_high_floor(
     pressing: str, floor: float, tmp_path: Path
 ) -> None:
     """As attention heads, of which one must stay: p falls without end until they are frozen."""
-    gate: Any = {**STATIC, "min_open": floor}
+    gate: Any = {**STATIC, "min_open": f"{floor:.0%}"}
     times: Any = {"begin": "10%", "until": "50%", "freeze_at": "60%"}
     callback: Any = GatePenalty(50.0)
     if pressing == "budget":

@@ -134,8 +134,8 @@ try:
 except RuntimeError as error:
     result = str(error)
 """)
-    assert "cannot act on a gate of another process: there is no graph" in ranks[0]
-    assert "cannot act on block.gate: there is no graph" in ranks[1]
+    assert "cannot act on a gate of another process" in ranks[0]
+    assert "cannot act on block.gate" in ranks[1]
 
 
 def test_what_gates_record_outlasts_batches_without_them(tmp_path: Path) -> None:

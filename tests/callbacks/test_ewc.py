@@ -68,7 +68,7 @@ def test_heads_keep_outputs_of_other_tasks_out_of_it(tmp_path: Path) -> None:
     ewc, model = EWC(weight=1.0), classifier(gated=False)
     trainer_for([TaskHeads(), ewc], tmp_path).fit(model, datamodule=tasks())
     importance = ewc._importance["net.output.bias"]
-    assert (importance[:7] > 0).all()  # of the first two tasks
+    assert (importance[:7] > 0).all()  # the first two tasks
     assert not importance[7:].any()
 
 

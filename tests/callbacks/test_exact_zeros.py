@@ -1,4 +1,4 @@
-"""Missing connections are exactly 0 after every step, whoever changes gradients or weights."""
+"""Missing connections are exactly 0 after every step, whatever changes the weights in between."""
 
 from pathlib import Path
 from typing import Any

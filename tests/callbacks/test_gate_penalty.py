@@ -1,4 +1,4 @@
-"""What GatePenalty does beside its gradient: what it presses on, logs, follows and refuses."""
+"""GatePenalty: which gates it penalises, what it logs and what it rejects."""
 
 from typing import Any
 
@@ -82,14 +82,14 @@ class VectorLoss(ForeignByHand):
 
 
 def test_what_would_make_it_act_wrongly_or_not_at_all_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="there is no graph behind the last forward pass"):
+    with pytest.raises(RuntimeError, match="the last forward pass recorded no graph"):
         fitted({"usage": "open_rate"}, cls=WithoutGraph)
     with pytest.raises(ValueError, match=r"needs a scalar loss, got shape \(16, 1\)"):
         fitted({"usage": "open_rate"}, cls=VectorLoss)
     model = Foreign()
     model.backbone[1] = GatedLinear(8, 6, gate={"kind": "static"}, norm="layer")
     loader = DataLoader(TensorDataset(samples()), batch_size=16)
-    with pytest.raises(ValueError, match=r"knows no linear map of backbone.1.gate"):
+    with pytest.raises(ValueError, match=r"`usage='expected_macs'`.* backbone.1.gate"):
         trainer_for(callbacks=[GatePenalty(1.0, "expected_macs")]).fit(model, loader)
 
 
@@ -205,18 +205,18 @@ def test_a_penalty_reaches_gates_that_the_loss_does_not() -> None:
 def test_bad_arguments_and_a_module_without_gates_are_named() -> None:
     with pytest.raises(ValueError, match="`weight` must be at least 0, got -1"):
         GatePenalty(-1)
-    with pytest.raises(ValueError, match=r"`usage` must be linear.* or hinge_above, got 'l0'"):
+    with pytest.raises(ValueError, match=r"`usage` must be open_rate.* or hinge_above, got 'l0'"):
         GatePenalty(1, "l0")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`target` has no meaning with `usage='open_rate'`"):
+    with pytest.raises(ValueError, match=r"`target` .* `usage='open_rate'`"):
         GatePenalty(1, target=0.5)
     with pytest.raises(ValueError, match=r"`weight` takes start, end, .*, got from"):
         GatePenalty({"from": 1})  # type: ignore[arg-type]
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"usage": "target"}, "needs a `target` for backbone.0.gate, backbone.1.gate"),
-        ({"layer_weights": {"no": 1.0}}, "`layer_weights` names 'no', which fits none; there are"),
+        ({"layer_weights": {"no": 1.0}}, "`layer_weights`.*'no'"),
         ({"unit_costs": {"*0*": [1.0]}}, "must be 8 numbers, at least 0 and not all 0, got 1"),
         ({"layer_weights": {"*": -1.0}}, "`layer_weights` must be at least 0, got -1.0"),
-        ({"layers": []}, r"`layers` must be a list, not empty.*got \[\]"),
+        ({"layers": []}, r"`layers` must be .*got \[\]"),
     ]
     for settings, message in wrong:
         with pytest.raises(ValueError, match=message):

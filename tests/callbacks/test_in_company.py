@@ -94,7 +94,7 @@ def test_nothing_changes_gates_that_have_landed(tmp_path: Path) -> None:
     callbacks = [
         BudgetController(0.4, "open_rate"),
         CollapseDetector("rescue", every_n_steps=2),
-        MinimumActivity(0.1),
+        MinimumActivity("10%"),
         TemperatureAnnealing(until="100%"),
         ThresholdPhases(),
     ]
@@ -124,7 +124,7 @@ def test_units_with_the_same_p_are_not_all_closed(tmp_path: Path) -> None:
     for gate in (frozen.a.gate, frozen.b.gate):
         assert gate is not None
         gate.requires_grad_(False)
-    with pytest.raises(ValueError, match="have no parameter to train"):
+    with pytest.raises(ValueError, match="`requires_grad`"):
         fit(frozen, [BudgetController(0.5)], tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_saturated_gates_can_be_landed(tmp_path: Path) -> None:
 
 def test_a_budget_that_other_gates_use_up_shuts_nothing(tmp_path: Path) -> None:
     model = Net()
-    model.a = GatedLinear(8, 32, gate={"kind": "static", "policy": "top_k", "k": 0.9})
+    model.a = GatedLinear(8, 32, gate={"kind": "static", "policy": "top_k", "k": "90%"})
     with pytest.raises(ValueError, match="cannot be met"):
         fit(model, [BudgetController(0.1, layers=["b.*"])], tmp_path)
 
@@ -165,14 +165,14 @@ def test_two_of_a_kind_on_different_gates(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [TemperatureAnnealing, ThresholdPhases])
 def test_two_writers_of_one_gate_are_refused(cls: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"set the gate a.gate: part them by `layers`"):
+    with pytest.raises(ValueError, match=r"set the gate a.gate.*`layers`"):
         fit(Net(), [cls(), cls(layers=["a.*"])], tmp_path)
 
 
 def test_a_floor_that_is_added_on_resume_holds(tmp_path: Path) -> None:
     fit(Net(), [], tmp_path).save_checkpoint(tmp_path / "c.ckpt")
     model = Net()
-    fit(model, [MinimumActivity(0.25)], tmp_path, tmp_path / "c.ckpt", max_epochs=11)
+    fit(model, [MinimumActivity("25%")], tmp_path, tmp_path / "c.ckpt", max_epochs=11)
     assert [gate.min_open.item() for gate in gate_layers(model).values()] == [8, 8]
 
 

@@ -38,8 +38,8 @@ IN_STEPS: dict[str, Any] = {
     "phases": lambda: ThresholdPhases(
         [Phase(0.9, 0.5, 0.0), Phase(0.6, 0.6, 1.0, begin="10 steps")], transition=5, buffer=5
     ),
-    "a floor": lambda: MinimumActivity(0.1),
-    "reviving": lambda: MinimumActivity(0.1, revive_after=10, revive_until=30),
+    "a floor": lambda: MinimumActivity("10%"),
+    "reviving": lambda: MinimumActivity("10%", revive_after=10, revive_until=30),
     "a watch": CollapseDetector,
     "a rescue": lambda: CollapseDetector("rescue", every_n_steps=4),
     "a monitor": GateMonitor,
@@ -55,7 +55,7 @@ FRACTIONS: dict[str, Any] = {
     "`freeze_at`": lambda: BudgetController(0.8, begin=0, until=20),
     "`until` ": lambda: TemperatureAnnealing(),
     "`begin` ": ThresholdPhases,
-    "`revive_until`": lambda: MinimumActivity(0.1, revive_after=10),
+    "`revive_until`": lambda: MinimumActivity("10%", revive_after=10),
     "`until`  ": lambda: RigL(0.5, layers=["*3"]),
     "`begin`  ": lambda: MagnitudePruning(0.5, begin="50%", layers=["*3"]),
 }
@@ -101,7 +101,7 @@ def test_a_fraction_needs_an_end_and_names_its_argument(
 ) -> None:
     arguments, samples = endless(kind)
     trainer = trainer_for([FRACTIONS[argument]()], tmp_path, limit_val_batches=0, **arguments)
-    line = rf"{argument.strip()} is .* the training has no known end: write it in steps"
+    line = rf"{argument.strip()} is .* no known end"
     with pytest.raises(ValueError, match=line):
         trainer.fit(Until(), samples)
 

@@ -33,7 +33,7 @@ class WatchMasks(Watch):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.filterwarnings("ignore:RigL leaves the update")
+@pytest.mark.filterwarnings("ignore:RigL skipped the update")
 def test_a_gradient_that_is_not_finite_changes_no_connection(
     precision: Any, tmp_path: Path
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_gradient_that_is_not_finite_changes_no_connection(
 
 
 @pytest.mark.parametrize("make", [RigL, SET])
-@pytest.mark.filterwarnings("ignore:.* leaves the update")
+@pytest.mark.filterwarnings("ignore:.* skipped the update")
 def test_a_weight_that_is_not_finite_changes_no_connection(make: Any, tmp_path: Path) -> None:
     sparse = make(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     watch = WatchMasks(sparse)

@@ -119,7 +119,7 @@ def test_activation_checkpointing_presses_once_or_is_refused(
     model = fitted(settings, cls=Checkpointed, policy=policy)
     for name, grad in analytic_gradient(settings, 1, policy).items():
         torch.testing.assert_close(model.grads[name], grad, msg=name)
-    with pytest.raises(RuntimeError, match="checkpoint activations with use_reentrant=False"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         fitted(settings, cls=CheckpointedTheOldWay, policy=policy)
 
 
@@ -148,5 +148,5 @@ def test_a_single_gate_without_a_graph_is_named() -> None:
                 self.backbone[0](batch[0])  # what the gate has recorded for the loss is gone
             return loss
 
-    with pytest.raises(RuntimeError, match=r"cannot act on backbone.0.gate: there is no graph"):
+    with pytest.raises(RuntimeError, match=r"cannot act on backbone.0.gate: .* no graph"):
         fitted({"usage": "open_rate"}, cls=Overwritten)

@@ -185,7 +185,7 @@ def test_a_penalty_that_could_not_act_is_told_of_at_once(
     if pressing == "BudgetController":
         penalty = BudgetController(0.8, measure="open_rate", begin=0, freeze_at=3, every_n_steps=1)
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    with pytest.raises(RuntimeError, match="did not come by the gates of this batch"):
+    with pytest.raises(RuntimeError, match="No gradient of the loss reached the gates"):
         fitted(LosesABatch(policy), [penalty, saving], tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=1.ckpt", "step=2.ckpt"]
 
@@ -239,7 +239,7 @@ def test_a_batch_without_a_backward_pass_of_our_module_is_told_of(
         enable_model_summary=False,
     )
     if loses:
-        with pytest.raises(RuntimeError, match="did not come by the gates"):
+        with pytest.raises(RuntimeError, match="No gradient of the loss reached the gates"):
             trainer.fit(model, DataLoader(data, batch_size=8))
         assert trainer.global_step == 3
         return

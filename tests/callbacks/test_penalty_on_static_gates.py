@@ -1,4 +1,4 @@
-"""Penalties on static gates, whoever makes their logits."""
+"""Penalties on static gates, wherever their logits come from."""
 
 from typing import Any
 

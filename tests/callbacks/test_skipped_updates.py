@@ -92,8 +92,8 @@ def test_every_update_that_is_left_out_is_told_of_once(tmp_path: Path) -> None:
         callbacks = [Overflows(*steps), rigl, Calms(*steps), watch := Watch(rigl)]
         fit(Plain(), callbacks, tmp_path, log_every_n_steps=50)
         fit(Plain(), [rigl], tmp_path)
-    told = [str(w.message).split(":")[0] for w in seen if "leaves the update" in str(w.message)]
-    assert told == [f"RigL leaves the update of step {step} out" for step in steps]
+    told = [str(w.message).split(":")[0] for w in seen if "skipped the update" in str(w.message)]
+    assert told == [f"RigL skipped the update at step {step}" for step in steps]
     assert watch.changes() == [4, 16]
 
 
@@ -119,6 +119,6 @@ def test_weights_that_are_not_finite_change_no_connection(tmp_path: Path) -> Non
 def test_an_update_that_is_left_out_has_no_churn_of_its_own(tmp_path: Path) -> None:
     rigl = RigL(0.6, every_n_steps=4, until="100%", drop_shape="constant")
     callbacks = [Overflows(8), rigl, Calms(8)]
-    with pytest.warns(UserWarning, match="leaves the update of step 8 out"):
+    with pytest.warns(UserWarning, match="skipped the update at step 8"):
         fit(Plain(), callbacks, tmp_path, max_epochs=1)
     assert rigl.connections["net.0"].churn > 0  # of step 4

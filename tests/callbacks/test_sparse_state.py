@@ -51,7 +51,7 @@ def test_a_checkpoint_loads_strictly_into_the_module_alone(tmp_path: Path) -> No
 
 def test_resuming_without_masks_fails_and_other_layers_too(tmp_path: Path) -> None:
     fit(Plain(), [], tmp_path).save_checkpoint(tmp_path / "dense.ckpt")
-    with pytest.raises(RuntimeError, match=r"has no masks of RigL.*Start a new training"):
+    with pytest.raises(RuntimeError, match=r"has no masks of RigL.*start a new training run"):
         _resume([RigL(0.6)], tmp_path / "dense.ckpt", tmp_path)
     sparse = RigL(0.6, layers=["net.0"], every_n_steps=2)
     fit(Plain(), [sparse], tmp_path).save_checkpoint(tmp_path / "sparse.ckpt")
@@ -84,7 +84,7 @@ def test_sparse_weights_without_masks_are_warned_of(tmp_path: Path) -> None:
         fit(fresh, [StaticSparse(0.8)], tmp_path)
     # The model itself has them, for whichever callback comes next.
     again = RigL(0.5, every_n_steps=30, until="100%")
-    with pytest.warns(UserWarning, match="RigL never rewires: its interval is 30 steps"):
+    with pytest.warns(UserWarning, match="RigL never rewires: .* 30 steps"):
         fit(model, [again], tmp_path)
     assert sum(int(c.mask.sum()) for c in again.connections.values()) == round(0.2 * 256)
 
@@ -138,10 +138,10 @@ def test_prices_follow_the_connections(tmp_path: Path) -> None:
         (lambda: RigL(0.5, drop_fraction=1.5), r"`drop_fraction` must be in \(0, 1\], got 1.5"),
         (lambda: RigL(0.5, structure="4:2"), "`structure` must be unstructured"),
         (lambda: RigL(0.5, until="soon"), "`until` must be"),
-        (lambda: RigL({"a": 0.5}, layers=["a"]), "`sparsity` by layer names the layers"),
+        (lambda: RigL({"a": 0.5}, layers=["a"]), "`layers` .* `sparsity`"),
         (lambda: SET(0.5, distribution="x"), "`distribution` must be uniform, er or erk"),  # type: ignore[arg-type]
         (lambda: StaticSparse(0.5, initial="x"), "`initial` must be random or magnitude"),  # type: ignore[arg-type]
-        (lambda: MagnitudePruning(0.5, structure="2:4"), "`scope: global` has one sparsity"),
+        (lambda: MagnitudePruning(0.5, structure="2:4"), "`scope: global`.* `structure`"),
         (lambda: MagnitudePruning(0.5, "both"), "`scope` must be global or layer"),  # type: ignore[arg-type]
     ],
 )
@@ -151,11 +151,11 @@ def test_a_wrong_value_is_refused_in_one_line(make: Any, message: str) -> None:
 
 
 def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"RigL and SET both make net.0 sparse: part them"):
+    with pytest.raises(ValueError, match=r"RigL and SET both make net.0 sparse.*`layers`"):
         fit(Plain(), [RigL(0.5), SET(0.5, layers=["net.0"])], tmp_path)
-    with pytest.raises(ValueError, match="finds no gate at the layers that it rewires"):
+    with pytest.raises(ValueError, match=r"`gate_aware=.* found no gate"):
         fit(Plain(), [RigL(0.5, gate_aware="grow", every_n_steps=2)], tmp_path)
-    with pytest.raises(ValueError, match=r"needs sizes that 5 divides, net.0 has 16 x 12"):
+    with pytest.raises(ValueError, match=r"divisible by 5, but net.0 is 16 x 12"):
         fit(Plain(), [RigL(0.5, structure="block:5")], tmp_path)
     sharded: Any = SimpleNamespace(strategy=FSDPStrategy())
     with pytest.raises(ValueError, match=r"RigL needs whole weights.*FSDPStrategy.*strategy='ddp'"):
@@ -231,7 +231,7 @@ def test_a_teacher_is_left_alone(tmp_path: Path) -> None:
 def test_masks_that_do_not_keep_to_the_structure_are_refused(tmp_path: Path) -> None:
     sparse = StaticSparse(structure="2:4")
     sparse.set_initial_masks({"net.0": torch.rand(16, 12) < 0.5, "net.2": torch.rand(4, 16) < 0.5})
-    with pytest.raises(ValueError, match="does not keep to `structure='2:4'`"):
+    with pytest.raises(ValueError, match=r"mask of .* `structure='2:4'`"):
         fit(Plain(), [sparse], tmp_path)
 
 
@@ -256,7 +256,7 @@ def test_a_dense_training_of_a_sparse_model_is_warned_of_and_counted_as_dense(
         TensorDataset(torch.randn(32, 12), torch.randint(4, (32,))), batch_size=8
     )
     fit(model, [StaticSparse(0.75)], tmp_path, loader)
-    with pytest.warns(UserWarning, match="no callback of this training keeps it so"):
+    with pytest.warns(UserWarning, match="no callback keeps it sparse"):
         trainer = fit(model, [], tmp_path, loader)
     trainer.test(model, loader, verbose=False)
     assert trainer.callback_metrics["compute/macs"] == 12 * 16 + 16 * 4
@@ -279,7 +279,7 @@ def test_a_pruned_model_can_be_pruned_further(tmp_path: Path) -> None:
 
 
 def test_a_file_of_masks_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="`masks` must be a checkpoint file, there is none"):
+    with pytest.raises(FileNotFoundError, match=r"`masks` must be .* checkpoint file"):
         fit(Plain(), [StaticSparse(masks=str(tmp_path / "no.ckpt"))], tmp_path)
 
 
@@ -302,7 +302,4 @@ def test_a_structure_that_has_its_own_sparsity_says_so(
     with caplog.at_level(logging.INFO):
         fit(Plain(), [sparse], tmp_path, max_steps=1)
     assert all(c.mask.float().mean() == 0.5 for c in sparse.connections.values())
-    line = (
-        "StaticSparse leaves out 50% of the weights, as `structure='2:4'` says; `sparsity=0.9` is"
-    )
-    assert (line in caplog.text) == said
+    assert ("`sparsity=0.9`" in caplog.text) == said

@@ -29,21 +29,21 @@ def test_no_free_unit_is_told_of_with_a_way_out(tmp_path: Path) -> None:
             TaskGates(),
             "TaskGates needs static gates, got DynamicGate net.hidden.0.gate",
         ),
-        (lambda: classifier(norm="batch"), TaskGates(), "running statistics, as of a batch norm"),
+        (lambda: classifier(norm="batch"), TaskGates(), "running statistics of a batch norm"),
         (
             classifier,
             TaskGates(head="nose"),
-            "`head` must name the linear map that makes the 10 logits, got 'nose'; there are net",
+            "`head` must name .* 10 outputs, got 'nose'.*net",
         ),
         (
             lambda: classifier(hidden=[32, 5]),
             TaskGates(head="net.hidden.1.linear"),
-            "`head` must name the linear map that makes the 10 logits",
+            "`head` must name .* 10 outputs",
         ),
         (
             lambda: classifier(gate={"kind": "static", "scale": "probability"}),
             TaskGates(),
-            "net.hidden.0.gate scales units by p: leave out `scale`",
+            "net.hidden.0.gate .*`scale`",
         ),
         (lambda: classifier(gated=False), TaskGates(), "has no gate"),
     ],
@@ -99,7 +99,7 @@ def test_an_interrupted_evaluation_leaves_the_gates_of_the_current_task(tmp_path
 def test_a_callback_that_knows_no_task_is_refused_in_a_test(tmp_path: Path) -> None:
     model = classifier()
     trainer_for([TaskGates()], tmp_path).fit(model, datamodule=tasks())
-    with pytest.raises(ValueError, match="TaskGates knows no task: give the checkpoint"):
+    with pytest.raises(ValueError, match=r"TaskGates.*`ckpt_path`"):
         trainer_for([TaskGates()], tmp_path).test(model, datamodule=tasks(), verbose=False)
 
 
@@ -141,5 +141,5 @@ def test_logits_in_a_tuple_are_refused_and_names_are_not(tmp_path: Path) -> None
     run(Named())
     several = Named()
     several.answer = lambda logits: logits if several.training else (logits, 0)
-    with pytest.raises(TypeError, match="`forward` must return as a tensor, got tuple"):
+    with pytest.raises(TypeError, match=r"`forward` must return .*got tuple"):
         run(several)

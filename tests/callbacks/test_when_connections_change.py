@@ -1,4 +1,4 @@
-"""After which steps connections change, whoever says so."""
+"""The steps after which connections change."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_an_update_that_is_skipped_is_warned_of(device: str, sparsity: Any, tmp_
 
     rigl = RigL(sparsity, every_n_steps=4, until="100%", drop_shape="constant")
     callbacks = [Overflows(), rigl, watch := Watch(rigl)]
-    with pytest.warns(UserWarning, match="RigL leaves the update of step 8 out: a gradient or a"):
+    with pytest.warns(UserWarning, match="RigL skipped the update at step 8: a gradient or a"):
         fit(Breaks(), callbacks, tmp_path, accelerator=device, max_epochs=1, logger=True)
     assert watch.changes() == [4]  # not 8, and 12 is the end
     rigl = RigL(sparsity, every_n_steps=4, until="100%", drop_shape="constant")

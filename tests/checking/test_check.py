@@ -142,7 +142,7 @@ def test_a_callback_may_hold_the_model() -> None:
 
 def test_what_cannot_be_copied_and_data_without_batches_are_errors() -> None:
     assert "cannot be copied" in errors(Late(), [Locked()])["copies"]
-    assert "There is no batch" in errors(Late(), [], limit_train_batches=0)["training"]
+    assert "`limit_train_batches`" in errors(Late(), [], limit_train_batches=0)["training"]
 
 
 def test_it_leaves_no_traces() -> None:

@@ -76,4 +76,4 @@ def test_two_callbacks_of_a_class_are_not_guessed(capsys: pytest.CaptureFixture[
     options = ["--config=digits/dynamicgate", "--trainer.callbacks+=ModelCheckpoint"]
     with pytest.raises(SystemExit):
         main(["fit", *options, "--trainer.callbacks.ModelCheckpoint.save_top_k=2"])
-    assert "There are 2 callbacks ModelCheckpoint" in capsys.readouterr().err
+    assert "2 callbacks named ModelCheckpoint" in capsys.readouterr().err

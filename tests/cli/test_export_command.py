@@ -45,7 +45,7 @@ def test_export_writes_checks_and_tells(
     main(["export", "--ckpt_path", str(path), *output])
     said = capsys.readouterr().out
     assert (tmp_path / f"net.{format}").is_file()
-    for part in ("file against dense", "largest difference", "Accuracy on the test part"):
+    for part in ("file against dense", "largest difference", "Accuracy on the test split"):
         assert part in said
     assert path.read_bytes() == before
     if format == "safetensors":
@@ -103,11 +103,11 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     gated = 2.0
     said, looks = export("--freeze_gates=false")
     assert looks
-    assert "--freeze_gates=true makes them static" in said
+    assert "Make them static with --freeze_gates=true" in said
     said, looks = export("--freeze_gates=true")
     assert not looks
     assert "--freeze_gates" not in said
-    assert "Accuracy on the test part" in said
+    assert "Accuracy on the test split" in said
 
 
 class OnlyTested(pl.LightningDataModule):
@@ -131,11 +131,11 @@ def test_without_a_validation_part_gates_stay(
     output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
     main(["export", "--ckpt_path", str(path), *output])
     said = capsys.readouterr().out
-    assert "--freeze_gates=true makes them static, which needs validation data" in said
-    assert "Accuracy on the test part" in said
+    assert "static with --freeze_gates=true, which needs validation data" in said
+    assert "Accuracy on the test split" in said
     with pytest.raises(SystemExit):
         main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
-    assert "needs a validation part, and the run's data has none" in capsys.readouterr().err
+    assert "`freeze_gates` needs a validation split" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

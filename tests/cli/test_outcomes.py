@@ -1,4 +1,4 @@
-"""What the program says of a training that has failed, or of a net that was never trained."""
+"""Messages after a failed training run, or for a net that was never trained."""
 
 import signal
 import sys
@@ -48,7 +48,7 @@ def test_a_training_that_is_not_finite_has_failed(capsys: pytest.CaptureFixture[
         main(["fit", *options, "--model.optimizer.lr=1e30", *SMALL])
     assert stopped.value.code == 1
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("dg-lightning: err")]
-    assert "The training has failed: " in line
+    assert "Training failed: " in line
     assert "not finite; lower the learning rate" in line
 
 
@@ -132,9 +132,9 @@ class Terminating(Callback):
     ("command", "hook", "step"),
     [
         ("fit", "on_train_batch_end", 30),
-        ("fit", "on_train_batch_end", 21),  # of an epoch's last batch
+        ("fit", "on_train_batch_end", 21),  # the last batch of an epoch
         ("fit", "on_validation_batch_end", 21),
-        ("fit", "on_train_epoch_end", 63),  # of the last epoch
+        ("fit", "on_train_epoch_end", 63),  # the last epoch
         ("test", "on_test_batch_start", 0),
     ],
 )

@@ -81,7 +81,7 @@ def test_an_exported_regressor_answers_in_units_of_the_target(
 ) -> None:
     main(["export", f"--ckpt_path={run}", "--format=onnx", "--output=net.onnx"])
     said = capsys.readouterr().out
-    before, after = said.split("R² on the test part: ")[1].split("%")[:2]
+    before, after = said.split("R² on the test split: ")[1].split("%")[:2]
     assert after.split()[-1] == before  # both as in the test
     import onnxruntime
 

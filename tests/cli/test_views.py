@@ -44,8 +44,8 @@ def test_a_fit_ends_with_its_figures_and_the_way_on_and_quietly_with_nothing(
     for line in (
         r"epochs, optimizer steps +2, 42",
         r"validation accuracy +\d\d\.\d\d%",
-        r"executed MACs a sample +[\d,]+",
-        r"of the dense net's +\d+\.\d\d%",
+        r"executed MACs per sample +[\d,]+",
+        r"relative to dense +\d+\.\d\d%",
         r"open units +\d+\.\d\d%",
         r"net\.hidden\.0\.gate +\d+\.\d\d%",
         r"dg-lightning report runs/digits/dynamicgate/version_0",
@@ -107,7 +107,7 @@ def test_without_a_server_the_workspace_is_a_file_and_a_way_to_apply_it(tmp_path
         WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="0" * 40,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "wandb_workspace.json. To save it, run `wandb login` and this command" in done.stderr
+    assert "wandb_workspace.json. To save it in W&B, run `wandb login`" in done.stderr
     written = json.loads((tmp_path / "wandb_workspace.json").read_text())
     check_workspace(written["entity"], written["project"], written["spec"])
 

@@ -237,7 +237,7 @@ def test_what_is_not_counted_is_named() -> None:
     assert list(uncounted_modules(net)) == ["0"]
     report = report_of(net, torch.randn(2, 1, 4, 4))
     assert report.uncounted == ("0",)
-    assert report.table().caption == "Shares are of the linear maps alone; not counted: 0."
+    assert "not counted: 0." in str(report.table().caption)
     assert uncounted_modules(GatedMLP(6, [4], 3, norm="layer", gate={"kind": "dynamic"})) == {}
 
 
@@ -271,11 +271,11 @@ def test_counts_beyond_float32_stay_exact() -> None:
 
 def test_a_ledger_without_a_forward_pass_says_so() -> None:
     net = GatedMLP(6, [4], 3, gate={"kind": "static"})
-    with pytest.raises(RuntimeError, match="A gate of 4 units took no part in a forward pass"):
+    with pytest.raises(RuntimeError, match="A gate of 4 units"):
         ComputeLedger(net).update(net, 1)
     with (
         pytest.warns(UserWarning, match="before the"),
-        pytest.raises(RuntimeError, match="seen no sample"),
+        pytest.raises(RuntimeError, match="no samples"),
     ):
         ComputeLedger(net).report(net)
 

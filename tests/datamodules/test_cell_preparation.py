@@ -87,7 +87,7 @@ def test_cells_of_another_experiment_are_all_tested(trained: PBMC3kDataModule) -
     data = aligned(trained, other, "test", **OPTIONS)
     assert len(data.part("test")) == len(other)
     assert set(data.describe_samples()["part"]) == {""}
-    with pytest.raises(ValueError, match="no cell to validate on: all labelled cells are"):
+    with pytest.raises(ValueError, match=r"no cell to validate on: .* all labelled cells"):
         aligned(trained, other, "validate", **OPTIONS)
 
 
@@ -98,7 +98,7 @@ def test_a_cell_is_recognised_by_its_counts_whatever_it_is_called(
     renamed.obs_names = [f"{name}-0" for name in renamed.obs_names]
     # Genes that are no inputs may be missing, too.
     kept = np.isin(renamed.var_names, trained.feature_names) | (np.arange(renamed.n_vars) % 9 > 0)
-    with pytest.warns(UserWarning, match="genes whose counts made up"):
+    with pytest.warns(UserWarning, match="genes that counted towards"):
         data = aligned(trained, renamed[:, kept].copy(), "test", **OPTIONS)
     assert sorted(data.part("test").rows) == sorted(trained.part("test").rows)
 
@@ -110,7 +110,7 @@ def test_genes_of_the_same_name_stay_apart() -> None:
     source.var_names = names
     data = made(PBMC3kDataModule.from_anndata(source, **OPTIONS))
     assert len(set(data.preparation()["total_genes"])) == len(data.preparation()["total_genes"])
-    assert list(source.var_names) == names  # the user's cells are left alone
+    assert list(source.var_names) == names  # the user's cells are unchanged
     pd.testing.assert_frame_equal(inputs(aligned(data, source)), inputs(data), check_exact=True)
 
 
@@ -165,7 +165,7 @@ def test_genes_that_only_made_up_the_totals_are_counted_when_they_are_missing(
 ) -> None:
     source = cells()
     kept = source[:, np.isin(source.var_names, trained.feature_names)].copy()
-    with pytest.warns(UserWarning, match=r"lacks \d+ more of the \d+ genes whose counts made up"):
+    with pytest.warns(UserWarning, match=r"lacks \d+ more of the \d+ genes"):
         aligned(trained, kept)
 
 
@@ -192,7 +192,7 @@ def test_labels_that_the_net_does_not_know_are_predicted_and_not_tested(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"name the label column with `label_column`; obs has kind, depth\."),
+        ({}, r"`label_column` .*; obs has kind, depth\."),
         ({"label_column": "type"}, r"column of obs \(kind, depth\), got 'type'"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_fit_resumes_with_the_same_genes_only(tmp_path: Path) -> None:
     same = PBMC3kDataModule.from_anndata(cells(), **OPTIONS)
     trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=same, ckpt_path=path)
     other = PBMC3kDataModule.from_anndata(cells(), **OPTIONS, split_seed=5)
-    with pytest.raises(ValueError, match="other cells, inputs, scaling or classes than"):
+    with pytest.raises(ValueError, match="cells, inputs, scaling or classes"):
         trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
 
 
@@ -270,7 +270,7 @@ def test_a_fit_with_another_split_of_the_same_genes_is_no_resume(tmp_path: Path)
     first.fit(model_of(data), datamodule=data)
     path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     other = PBMC3kDataModule.from_anndata(cells(), **options, split_seed=5)
-    with pytest.raises(ValueError, match="other cells, inputs"):
+    with pytest.raises(ValueError, match="different cells, inputs"):
         trainer(tmp_path, max_epochs=2).fit(model_of(data), datamodule=other, ckpt_path=path)
     data.use_preparation({**data.preparation(), "seen": {}})  # after the fit it may be changed
     data.setup("test")

@@ -63,7 +63,7 @@ def test_a_batch_that_would_run_code_is_refused(root: Path) -> None:
 
     path = root / "cifar-10-batches-py" / "data_batch_1"
     path.write_bytes(pickle.dumps({"data": Evil(), "labels": []}, protocol=2))
-    with pytest.raises(ValueError, match=r"data_batch_1 is damaged .it holds posix.mkdir"):
+    with pytest.raises(ValueError, match=r"data_batch_1 is damaged .*posix.mkdir"):
         made(root)
     assert not (root / "evil").exists()
 

@@ -75,12 +75,10 @@ def test_files_that_do_not_belong_together_are_named(raw: Path) -> None:
     content = labels.read_bytes()
     labels.write_bytes(content[:4] + (40).to_bytes(4, "big") + content[8:48])
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match="test files do not belong together: 50 images, 40 lab"
-        ):
+        with pytest.raises(ValueError, match=r"test files .*: 50 images, 40 lab"):
             made(raw)
     labels.write_bytes(content[:-1] + b"\x0b")
-    with pytest.raises(ValueError, match="label of the test files must be in 0 to 9, got 11"):
+    with pytest.raises(ValueError, match="test files must be in 0 to 9, got 11"):
         made(raw)
 
 
@@ -90,7 +88,7 @@ def test_a_setup_that_failed_fails_again(raw: Path) -> None:
     labels.write_bytes(content[:8] + content[8:].replace(b"\x03", b"\x04"))
     data = MNISTDataModule(root=str(raw.parents[1]))
     for _ in range(2):
-        with pytest.raises(ValueError, match="Class '3' has no samples in the test part"):
+        with pytest.raises(ValueError, match="Class '3' has no samples in the test split"):
             data.setup("fit")
 
 

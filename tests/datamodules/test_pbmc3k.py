@@ -41,7 +41,7 @@ def test_the_papers_labels_are_the_clusters_of_all_cells(root: Path) -> None:
     every = data.part_to_predict().labels.numpy()
     kinds = np.repeat(np.arange(3), CELLS_A_TYPE)
     assert len({(int(a), int(b)) for a, b in zip(every, kinds, strict=True)}) == 3
-    with pytest.raises(ValueError, match="at least 2 classes, got 'rare' alone"):
+    with pytest.raises(ValueError, match="at least 2 classes, got only 'rare'"):
         made(PBMC3kDataModule(root=str(root), genes=200, smallest_cluster=100))
 
 
@@ -110,7 +110,7 @@ def test_any_anndata_file_with_counts_in_a_layer(tmp_path: Path) -> None:
     options |= {"label_column": "kind", "root": str(tmp_path)}
     data = made(PBMC3kDataModule(layer="counts", **options))
     assert data.class_names == tuple(sorted(TYPES))
-    with pytest.raises(ValueError, match=r"X has negative values.*name a `layer`"):
+    with pytest.raises(ValueError, match=r"X has negative values.*`layer`"):
         made(PBMC3kDataModule(**options))
     with pytest.raises(
         ValueError, match=r"`layer` must be a layer of the data \('counts'\), got 'x'"
@@ -194,10 +194,12 @@ def test_another_file_in_the_folder_does_not_hide_a_change(tmp_path: Path) -> No
 
 def test_a_folder_above_the_matrix_is_told_where_it_is(tmp_path: Path) -> None:
     pbmc3k(tmp_path / "above" / "hg19")
-    with pytest.raises(FileNotFoundError, match=r"misses .*; there is a matrix in .*above/hg19: "):
+    with pytest.raises(
+        FileNotFoundError, match=r"cannot find .*; there is a matrix in .*above/hg19: "
+    ):
         PBMC3kDataModule(path=str(tmp_path / "above"), label_column="kind").prepare_data()
     options: Any = {"label_column": "type", "label_file": str(tmp_path / "none.csv")}
-    with pytest.raises(FileNotFoundError, match=r"misses .*none.csv: name an existing file"):
+    with pytest.raises(FileNotFoundError, match=r"cannot find .*none.csv: "):
         PBMC3kDataModule(path=str(tmp_path / "above" / "hg19"), **options).prepare_data()
 
 
@@ -239,9 +241,7 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
     source = cells()
     source.obs.iloc[0, 0] = "Megakaryocytes"
     refuses("class 'Megakaryocytes' has 1 of 135", source)
-    refuses(
-        r"`genes` must be at most \d+, got 3000: that many are expressed in 3", cells(), genes=3000
-    )
+    refuses(r"`genes` must be at most \d+, got 3000: .* 3 training cells", cells(), genes=3000)
     source = cells()
     scanpy.pp.log1p(source)
     refuses("fractional values, so it is already normalised", source)
@@ -261,5 +261,5 @@ def test_bad_counts_and_labels_are_named(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none of the cells.*like 'AAA'.*like 'CELL0000-1'"):
         labelled(root, label_file=str(tmp_path / "other.csv"))
     (tmp_path / "twice.csv").write_text("barcode,type\nCELL0000-1,B\nCELL0000-1,B\n")
-    with pytest.raises(ValueError, match=r"twice.csv names cell 'CELL0000-1' more than once"):
+    with pytest.raises(ValueError, match=r"twice.csv .*'CELL0000-1' more than once"):
         labelled(root, label_file=str(tmp_path / "twice.csv"))

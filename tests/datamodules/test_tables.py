@@ -134,9 +134,9 @@ def test_an_error_of_the_source_leaves_nothing_and_is_not_swallowed(tmp_path: Pa
 @pytest.mark.parametrize("chunks", [[], [numbers(0)]])
 def test_nothing_decoded_is_refused_and_not_kept(tmp_path: Path, chunks: list[Any]) -> None:
     for _ in range(2):
-        with pytest.raises(ValueError, match="has nothing for 'numbers': it is not complete"):
+        with pytest.raises(ValueError, match="has no rows for 'numbers': it is incomplete"):
             cached_tables(tmp_path, "x", "origin", lambda save: save("numbers", chunks))
-    with pytest.raises(ValueError, match="has nothing for 'numbers'"):
+    with pytest.raises(ValueError, match="has no rows for 'numbers'"):
         tables_in_memory(lambda save: save("numbers", chunks))
 
 

@@ -88,7 +88,7 @@ def test_damaged_and_strange_images_are_named(root: Path) -> None:
     path.write_bytes(whole)
     with (root / "tiny-imagenet-200" / "val" / "val_annotations.txt").open("a") as file:
         file.write("<html>\n")
-    with pytest.raises(ValueError, match=r"val_annotations.txt is damaged: a line is '<html>'"):
+    with pytest.raises(ValueError, match=r"val_annotations.txt is damaged: .*'<html>'"):
         made(root)
     tiny_imagenet(root / "again" / "tiny-imagenet-200")
     root = root / "again"
@@ -110,6 +110,6 @@ def test_an_image_that_is_listed_but_not_there_is_missing(root: Path) -> None:
     (root / "tiny-imagenet-200" / "val" / "images" / "val_3.JPEG").unlink()
     with pytest.raises(
         FileNotFoundError,
-        match=r"misses .*val/images/val_3.JPEG; remove .*-200, which .*: get http",
+        match=r"cannot find .*val/images/val_3.JPEG; remove .*-200, which .*: download http",
     ):
         made(root)

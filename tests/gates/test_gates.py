@@ -127,7 +127,7 @@ def test_every_unit_starts_at_the_initial_open_rate_at_any_temperature(
     training=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-@pytest.mark.filterwarnings("ignore:initial_open_rate")
+@pytest.mark.filterwarnings("ignore:`initial_open_rate")
 def test_the_floor_holds_for_every_sample(
     blocks: int,
     block_size: int,

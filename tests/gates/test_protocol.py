@@ -42,7 +42,7 @@ def test_anybodys_gate_can_be_attached_and_only_once() -> None:
     ledger = ComputeLedger(layer)
     ledger.update(layer, 2)
     assert ledger.report(layer).macs == 6
-    with pytest.raises(ValueError, match="belongs to another layer already"):
+    with pytest.raises(ValueError, match="belongs to another layer"):
         GatedLinear(6, 4, gate=gate)
     with pytest.raises(TypeError, match="must be a gate or its settings, got Linear"):
         GatedLinear(6, 4, gate=nn.Linear(6, 4))
@@ -61,9 +61,9 @@ def test_gate_layers_finds_gates_in_anybodys_module_and_names_patterns_that_fit_
     theirs = Theirs()
     assert list(gate_layers(theirs)) == ["block.0.gate"]
     assert list(gate_layers(torch.compile(theirs))) == ["block.0.gate"]  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"No gate is named 'head.\*'; there are block.0.gate"):
+    with pytest.raises(ValueError, match=r"'head\.\*'.*block\.0\.gate"):
         gate_layers(theirs, ["head.*"])
-    with pytest.raises(ValueError, match="Linear has no gate: build its layers with"):
+    with pytest.raises(ValueError, match="Linear has no gate"):
         gate_layers(nn.Linear(2, 2))
 
 

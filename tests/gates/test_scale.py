@@ -70,7 +70,7 @@ def test_the_scale_changes_no_decision_and_no_count() -> None:
 
 def test_policies_that_scale_by_themselves_and_unknown_scales_are_refused() -> None:
     for policy in ("soft", "concrete", "hard_concrete"):
-        with pytest.raises(ValueError, match=f"`scale` goes with a policy of .*got '{policy}'"):
+        with pytest.raises(ValueError, match=f"`scale` .*got '{policy}'"):
             StaticGate(4, policy=policy, scale="probability")
     with pytest.raises(ValueError, match="`scale` must be 'probability' or None, got 'p'"):
         StaticGate(4, scale="p")  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def test_training_is_counted_as_it_would_be_deployed() -> None:
 
 
 def test_a_gate_that_took_no_part_is_named() -> None:
-    with pytest.raises(RuntimeError, match="'lonely' took no part"):
+    with pytest.raises(RuntimeError, match="'lonely'"):
         GateActivity({"lonely": StaticGate(3)}).update(1)
 
 

@@ -126,4 +126,4 @@ def test_a_confusion_matrix_shows_counts_and_shares_of_true_classes() -> None:
     chart = confusion_map(["cat", "dog"], torch.tensor([[3.0, 1.0], [0.0, 0.0]]))
     assert bytes_of(chart) == [188, 62, 255, 255]
     assert "3 samples, 75.0%" in chart
-    assert "4 test samples, 75.00% of them right" in chart
+    assert "4 test samples, 75.00% of them correct" in chart

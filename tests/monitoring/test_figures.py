@@ -26,7 +26,7 @@ def titles(figure: object) -> list[str]:
 def test_a_gate_on_an_image_shows_the_image_with_unit_0_at_its_corner() -> None:
     gate = look(784)
     figure = gate_figure(gate, [HistoryEntry.from_gates(0, 1, [gate])], input_shape=(1, 28, 28))
-    assert titles(figure)[0] == "open, as the input"
+    assert titles(figure)[0] == "open rate, as the input"
     shown: Any = figure.axes[0].images[0].get_array()
     assert shown.shape == (28, 28)
     assert (shown[0, 0], shown[27, 27]) == (0, 1)

@@ -18,7 +18,7 @@ def test_the_matrix_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found is not None
     expected = torch.tensor([[0.9, 0.5, torch.nan], [0.8, 0.95, torch.nan], [torch.nan] * 3])
     torch.testing.assert_close(found, expected, equal_nan=True)
-    assert "at the end 87.50% on average" in task_map(found)  # of the last row that there is
+    assert "at the end 87.50% on average" in task_map(found)  # the last row that exists
 
 
 def test_a_run_of_tasks_has_a_section_and_others_have_none(tmp_path: Path) -> None:

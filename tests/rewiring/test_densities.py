@@ -10,7 +10,7 @@ def sparsities(widths: tuple[int, ...], sparsity: float) -> list[float]:
     return [1 - d for d in densities(shapes, 1 - sparsity).values()]
 
 
-# Of the original's formula, with layers that saturate made dense and the rest solved again.
+# By the original formula: saturated layers become dense, and the rest is solved again.
 @pytest.mark.parametrize(
     ("widths", "sparsity", "expected"),
     [

@@ -46,7 +46,7 @@ def test_a_checkpoint_of_model_pruning_goes_on_sparse(tmp_path: Path, permanent:
     fit(Plain(), [callback], tmp_path)
     path = tmp_path / "end.ckpt"
     if permanent:
-        with pytest.raises(ValueError, match=r"There is no mask in the checkpoint.*zeros=True"):
+        with pytest.raises(ValueError, match="`zeros=True`"):
             import_pruned(path)
     weights, masks = import_pruned(path, zeros=permanent)
     assert set(masks) == {"net.0", "net.2"}
@@ -80,5 +80,5 @@ def test_masks_of_a_pruned_module_are_taken_over_by_path(tmp_path: Path) -> None
 def test_a_mask_of_another_shape_is_refused(tmp_path: Path) -> None:
     sparse = StaticSparse(0.5)
     sparse.set_initial_masks({"net.0": torch.ones(8, 6).bool(), "net.2": torch.ones(2, 2).bool()})
-    with pytest.raises(ValueError, match=r"mask of net.2 must have shape \(3, 8\), it is of shape"):
+    with pytest.raises(ValueError, match=r"mask of net.2 must have shape \(3, 8\)"):
         fit(Plain(), [sparse], tmp_path)

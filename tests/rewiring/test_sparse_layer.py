@@ -233,7 +233,7 @@ def test_layers_are_found_once_and_a_weight_that_is_no_parameter_is_refused() ->
     net[4].weight = net[0].weight  # tied
     assert list(sparse_layers(net, None, set())) == ["0", "2"]
     assert list(sparse_layers(net, ["2"], set())) == ["2"]
-    with pytest.raises(ValueError, match="No layer is named 'x'; there are 0, 2"):
+    with pytest.raises(ValueError, match=r"'x'.* 0, 2"):
         sparse_layers(net, ["x"], set())
     net[2].requires_grad_(False)
     assert list(sparse_layers(net, None, set())) == ["0"]

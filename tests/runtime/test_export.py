@@ -75,7 +75,7 @@ def test_a_file_of_a_later_format_is_refused(tmp_path: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     path = tmp_path / "net.safetensors"
     torch_files.save_file({"a": torch.zeros(1)}, path, {"recipe": '{"format": 2, "steps": []}'})
-    with pytest.raises(ValueError, match="has format 2; this file reads format 1"):
+    with pytest.raises(ValueError, match="has format 2, expected 1"):
         load(str(path))
 
 
@@ -108,7 +108,7 @@ def test_a_file_of_the_users_is_not_written_over(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     net = net_with(STATIC)
     (tmp_path / "load_net.py").write_text("import mine")
-    with pytest.raises(ValueError, match="is there already and not ours"):
+    with pytest.raises(ValueError, match="load_net.py exists"):
         export(net, plain_net(net), "safetensors", tmp_path / "net")
     (tmp_path / "load_net.py").unlink()
     for _ in range(2):  # our own may be
@@ -121,5 +121,5 @@ def test_gates_on_the_edge_for_every_input_are_said_so() -> None:
     gate: Any = {"kind": "dynamic", "initial_open_rate": 0.5001}
     net = GatedMLP(6, [4], 2, gate=gate).eval()
     net.layers()[0].gate.network[0].bias.data.zero_()  # type: ignore[union-attr,index]
-    with pytest.raises(ValueError, match="stands on its edge for every input"):
+    with pytest.raises(ValueError, match="gate threshold.*`x`"):
         check_inputs(plain_net(net), net)

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 from dg_lightning.runtime.engines import FeedForward, dense, masked, run_blocks, run_open_rows
 
-TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # of the largest
+TOLERANCES = {
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+    torch.float32: 2e-5,
+}  # relative to the largest
 SHAPES = [(5, 16, 3, 8, 12), (64, 128, 8, 16, 96), (257, 256, 4, 64, 256)]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -112,8 +112,8 @@ def test_units_of_a_small_net_by_hand() -> None:
 def test_a_layer_norm_keeps_its_units_and_says_so() -> None:
     made = plain_net(net_with(STATIC, norm="layer", input_norm="layer", input_gate=STATIC))
     assert made.units == {}
-    assert any(note.startswith("hidden.0: all 20 units stay") for note in made.notes)
-    assert any(note.startswith("input_gate: no input is left out") for note in made.notes)
+    assert any(note.startswith("hidden.0: all 20 units are kept") for note in made.notes)
+    assert any(note.startswith("input_gate: all inputs are kept") for note in made.notes)
 
 
 def test_nothing_is_left_but_one_unit_where_all_are_closed() -> None:
@@ -216,7 +216,7 @@ def test_gates_that_cost_more_than_they_save_are_frozen_if_little_is_lost() -> N
     )
     kept, made = freeze_if_faster(net, lambda: data, [1], max_accuracy_drop=lost - 1e-6)
     assert kept is net
-    assert any("They stay" in note for note in made.notes)
+    assert any("They are kept" in note for note in made.notes)
     torch.testing.assert_close(made.net(x), net(x))
 
 
@@ -260,7 +260,7 @@ def test_nets_that_cannot_be_made_compact_are_refused() -> None:
     with pytest.raises(TypeError, match="got a SwitchMoE"):
         plain_net(SwitchMoE(6, 3))
     dynamic: Any = {"kind": "dynamic"}
-    with pytest.raises(TypeError, match="input_gate: only a static gate"):
+    with pytest.raises(TypeError, match="input_gate: .*must be static"):
         plain_net(GatedMLP(6, [4], 2, input_gate=dynamic))
 
 
@@ -286,8 +286,11 @@ def test_gates_of_a_half_precision_net_decide_in_float32() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"min_usage": 0.5}, "goes with `usage`"),
-        ({"usage": {"net.hidden.0.gate": torch.ones(1)}, "min_usage": 0.5}, "there are hidden.0"),
+        ({"min_usage": 0.5}, "`min_usage` must be .* needs `usage`"),
+        (
+            {"usage": {"net.hidden.0.gate": torch.ones(1)}, "min_usage": 0.5},
+            "names 'net.hidden.0.gate': use hidden.0",
+        ),
         ({"multiple": 0}, "`multiple` must be at least 1"),
     ],
 )

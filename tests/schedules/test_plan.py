@@ -41,12 +41,12 @@ RISKY: dict[str, tuple[list[Any], float, str]] = {
     "target on threshold": (
         [GatePenalty(1.0, "hinge_below", target=0.6)],
         0.6,
-        r"target sits on θ \(0.6 and 0.6\)",
+        r"target .*θ \(0.6 and 0.6\)",
     ),
     "keep on threshold": (
         [ThresholdPhases([Phase(0.9, 0.6, 1.0), Phase(0.7, 0.7, 1.0, "50%")])],
         0.6,
-        r"keep target sits on θ \(0.7 and 0.7\)",
+        r"keep target .*θ \(0.7 and 0.7\)",
     ),
     "all at once": (
         [GatePenalty(1.0), ThresholdPhases(transition=0)],

@@ -35,9 +35,9 @@ def test_what_is_no_duration_is_refused(duration: Any) -> None:
 
 
 def test_epochs_of_data_without_a_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="`until` is '3 epochs', and the data has no length"):
+    with pytest.raises(ValueError, match=r"`until` is '3 epochs'.*no length"):
         Clock(1000).steps("3 epochs", "until")
-    with pytest.raises(ValueError, match="`staircase: epoch` cannot be followed"):
+    with pytest.raises(ValueError, match="`staircase: epoch`"):
         Schedule(0, 1, staircase="epoch").resolve(Clock(1000))(3)
 
 
@@ -91,9 +91,9 @@ def test_a_schedule_stays_between_its_ends_and_goes_one_way(
 
 
 def test_bad_schedules_say_the_way_out() -> None:
-    with pytest.raises(ValueError, match="needs a start and an end above 0, got 0 and 1"):
+    with pytest.raises(ValueError, match=r"`start` and `end` .* got 0 and 1"):
         Schedule(0, 1, "exponential")
-    with pytest.raises(ValueError, match=r"must end after it begins, got begin '50%' \(step 50\)"):
+    with pytest.raises(ValueError, match=r"`until` .*`begin`, got '50%' \(step 50\)"):
         Schedule(0, 1, begin="50%", until="20%").resolve(Clock(100))
     with pytest.raises(ValueError, match=r"`shape` must be linear.* or step, got 'round'"):
         Schedule(0, 1, "round")  # type: ignore[arg-type]
@@ -142,5 +142,6 @@ def test_a_clock_by_hand_says_what_it_assumes(caplog: pytest.LogCaptureFixture) 
         assert not caplog.messages
         assert clock.steps(0.5, "until") == 120
     (line,) = caplog.messages
-    assert "`until: 0.5` assumes one step of every optimizer in each batch, 240 steps" in line
+    assert "`until: 0.5` assumes" in line
+    assert "240 steps" in line
     assert "set `max_steps`" in line

@@ -1,4 +1,4 @@
-"""The queue: every trial once, whoever asks, whoever dies."""
+"""The queue runs every trial once, however many workers there are or die."""
 
 import json
 import multiprocessing
@@ -229,7 +229,7 @@ def test_other_settings_are_refused_also_of_variants_that_are_not_asked_for(
     queue = open_queue(tmp_path)
     queue.fill(PLANNED)
     other = [*FIRST, PlannedTrial("b", 0, (), "other")]
-    with pytest.raises(ValueError, match="b, seed 0, with other settings: give another `output`"):
+    with pytest.raises(ValueError, match=r"b, seed 0.*`output`"):
         queue.fill(other, only=["a"])
 
 
@@ -290,7 +290,7 @@ def test_a_row_is_written_when_the_database_is_back(
 
 @pytest.mark.parametrize("storage", ["foo", "no_such_database://host/name"])
 def test_a_storage_that_is_none_is_one_line(storage: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`storage` must be the URL of a database") as error:
+    with pytest.raises(ValueError, match="`storage` must be the URL") as error:
         TrialQueue(storage, "test", tmp_path)
     assert "\n" not in str(error.value)
 

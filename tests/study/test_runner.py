@@ -86,7 +86,7 @@ def test_a_study_killed_three_times_ends_as_one_that_was_not(tmp_path: Path) -> 
     folder = interrupted / "runs" / "baseline" / "seed_0"
     assert (folder / "config.yaml").is_file()
     assert (folder / "checkpoints" / "last.ckpt").is_file()
-    # What is done is not done again, whoever asks.
+    # A second call trains nothing again.
     before = (folder / "config.yaml").stat().st_mtime_ns
     assert run_study(study(interrupted), run_command)
     assert (folder / "config.yaml").stat().st_mtime_ns == before
@@ -133,7 +133,7 @@ def test_one_failure_is_told_and_stops_nothing(
     said = capsys.readouterr().out
     assert "[1/3] baseline, seed 0: " in said
     assert "best so far baseline, " in said
-    assert "2 of 3 trials have failed" in said
+    assert "2 of 3 trials failed" in said
     assert "Failed:" in (tmp_path / "summary.md").read_text()
     log = (tmp_path / "runs" / "sharp" / "seed_0.log").read_text()
     assert "Traceback" in log
@@ -174,7 +174,7 @@ def test_mistakes_are_one_line(
 
     assert "did you mean studies/digits?" in said("--config=studies/digit", "--output=o")
     assert "output" in said("--config=studies/digits")
-    assert "no variant 'base'" in said("--config=studies/digits", "--output=o", "--only=[base]")
+    assert "variant, 'base'" in said("--config=studies/digits", "--output=o", "--only=[base]")
     assert "`workers` must be at least 1" in said(
         "--config=studies/digits", "--output=o", "--workers=0"
     )

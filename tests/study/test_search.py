@@ -58,8 +58,8 @@ def test_a_training_is_compared_at_the_same_epoch() -> None:
         ({}, "needs `low` and `high`, or `choices`"),
         ({"low": 0.1, "high": 1.0, "choices": [1]}, "or `choices`"),
         ({"choices": []}, "or `choices`"),
-        ({"low": 2, "high": 1}, "`low` below `high`, got 2 and 1"),
-        ({"low": 0.0, "high": 1.0, "log": True}, "`low` above 0, below `high`, got 0.0 and 1.0"),
+        ({"low": 2, "high": 1}, "below `high`, got 2 and 1"),
+        ({"low": 0.0, "high": 1.0, "log": True}, "above 0 and below `high`, got 0.0 and 1.0"),
         ({"low": 1, "high": 9, "step": 2.5}, "got 2.5"),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_database_that_cannot_be_reached_is_told_at_once(
         raise OperationalError("connect", None, Exception("refused"))
 
     monkeypatch.setattr(shared, "RDBStorage", unreachable)
-    with pytest.raises(ValueError, match="`storage` must be the URL of a database"):
+    with pytest.raises(ValueError, match="`storage` must be the URL"):
         SharedStudy("postgresql+psycopg://nobody@nowhere/x", "x", tmp_path)
     assert len(tried) == 1
 

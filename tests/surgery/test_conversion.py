@@ -132,18 +132,18 @@ def test_bad_input_gets_one_line(trained: GPT) -> None:
     given: Any = {"gate": GATE, "loss": next_token(net), "example": copying()[0][:, :-1]}
     for options, message in (
         ({"budget": 1.5}, "`budget` must be above 0 and below 1"),
-        ({"budget": 0.01}, "The decisions alone cost"),
+        ({"budget": 0.01}, "`budget` .* 0.01"),
         ({"gate": {"kind": "static"}}, "`gate` must be dynamic"),
         ({"tune_steps": 0}, "must be at least 1"),
-        ({"only": ["none"]}, "named 'none'"),
+        ({"only": ["none"]}, "'none'"),
     ):
         with pytest.raises(ValueError, match=message):
             convert(net, copying(), **{**given, **options})
     with pytest.raises(TypeError, match="for a batch: give `loss`"):
         convert(net, copying(), **{**given, "loss": None})
-    with pytest.raises(ValueError, match="can be read once only"):
+    with pytest.raises(ValueError, match="`batches`"):
         convert(net, iter(copying()), **given)
-    with pytest.raises(ValueError, match="There are no batches"):
+    with pytest.raises(ValueError, match="`batches`"):
         convert(net, [], **given)
     with pytest.raises(ValueError, match="no feed-forward to convert"):
         convert(nn.Linear(2, 2), copying(), **{**given, "example": torch.zeros(1, 2)})
@@ -208,6 +208,6 @@ def test_units_that_cannot_change_places_stay_where_they_are() -> None:
     net = OwnWeights()
     x = copying()[0]
     expected = net(x[:, :-1])
-    with pytest.raises(ValueError, match="weights of its own for each unit"):
+    with pytest.raises(ValueError, match="OwnWeights"):
         convert(net, copying(), gate=GATE, loss=next_token(net), example=x[:, :-1], **STEPS)
     torch.testing.assert_close(net(x[:, :-1]), expected)

@@ -80,7 +80,7 @@ def test_what_cannot_be_taken_out_stays_and_is_noted() -> None:
     torch.testing.assert_close(result.model(x), net(x))
     assert result.model.q.out_features == 8
     assert result.model.heads == 4
-    assert "1 closed heads stay, as weights of 0" in result.notes[0]
+    assert "1 closed heads stay" in result.notes[0]
     assert not result.units
     assert not result.attributes
 
@@ -136,7 +136,7 @@ def test_files_rebuild_it_from_the_users_constructor(tmp_path: Path) -> None:
 
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     save_compact(compact(gated(mlp()), X), tmp_path / "small.safetensors")
-    with pytest.raises(ValueError, match="has a 3, which Sequential lacks"):
+    with pytest.raises(ValueError, match="contains 3, which Sequential lacks"):
         load_compact(lambda: nn.Sequential(nn.Linear(8, 6)), tmp_path / "small.safetensors")
     (tmp_path / "small.safetensors.json").write_text("{}")
     with pytest.raises(ValueError, match="is not the recipe of a compact model"):
@@ -250,7 +250,7 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused() -> None:
     optimizer.step()
     result = compact(net, X)
     after = torch.optim.Adafactor(result.model.parameters())
-    with pytest.raises(ValueError, match="cannot be carried over"):
+    with pytest.raises(ValueError, match="carried over"):
         result.carry_state(net, optimizer, after)
 
 

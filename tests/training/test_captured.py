@@ -34,7 +34,9 @@ def test_on_a_cpu_it_says_so_once_and_trains_as_usual(
     with caplog.at_level(logging.INFO):
         fit(captured := model(STATIC, True), [GatePenalty(0.1)], tmp_path, accelerator="cpu")
     said = [line for line in caplog.messages if "not captured" in line]
-    assert said == ["GatedClassifier: steps are not captured, which needs a CUDA device, got cpu."]
+    assert len(said) == 1
+    assert "GatedClassifier" in said[0]
+    assert "got cpu" in said[0]
     fit(ordinary := model(STATIC), [GatePenalty(0.1)], tmp_path, accelerator="cpu")
     assert_same(captured, ordinary)
 
@@ -75,10 +77,10 @@ def test_a_step_that_can_be_captured_has_no_reason_against_it() -> None:
 @pytest.mark.parametrize(
     ("module", "callbacks", "adam", "said"),
     [
-        (Own, [Looks()], {}, "a replay would pass over `Looks.on_after_backward`"),
-        (OwnHook, [], {}, "a replay would pass over `OwnHook.on_before_optimizer_step`"),
-        (OwnStep, [], {}, "OwnStep has a `training_step` of its own"),
-        (hooked, [], {}, "a replay would pass over the hooks of net.0"),
+        (Own, [Looks()], {}, "`Looks.on_after_backward`"),
+        (OwnHook, [], {}, "`OwnHook.on_before_optimizer_step`"),
+        (OwnStep, [], {}, "OwnStep overrides `training_step`"),
+        (hooked, [], {}, "the hooks of net.0"),
         (Own, [], {"capturable": False}, "AdamW is neither `fused` nor `capturable`"),
     ],
 )

@@ -53,7 +53,7 @@ def everything() -> list[Any]:
     return [
         BudgetController(0.4, every_n_steps=3),
         TemperatureAnnealing(),
-        MinimumActivity(0.1),
+        MinimumActivity("10%"),
         CollapseDetector(action="rescue", every_n_steps=5),
         GateMonitor(files=False),
         RigL(0.5, every_n_steps=7),
@@ -172,7 +172,7 @@ def test_a_step_that_waits_for_the_device_is_told_of_and_trained_as_usual(
     fit(ordinary, [], tmp_path, **device)
     said = [line for line in caplog.messages if "not captured" in line]
     assert len(said) == 1
-    assert "Waits: steps are not captured, a graph cannot hold one" in said[0]
+    assert "Waits: steps are not captured, because recording failed" in said[0]
     assert_same(waits, ordinary)
     assert not any(got.replayed)
 

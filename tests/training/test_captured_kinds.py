@@ -193,4 +193,4 @@ def test_a_foreign_clipping_is_named(tmp_path: Path, caplog: pytest.LogCaptureFi
     module: pl.LightningModule = Clips()
     with caplog.at_level(logging.INFO):
         fit(module, [], tmp_path, accelerator="cpu", max_epochs=1)
-    assert "`configure_gradient_clipping` of its own" in caplog.text
+    assert "Clips overrides `configure_gradient_clipping`" in caplog.text

@@ -98,11 +98,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> 
         assert torch.equal(resumed.state_dict()[name], tensor), name
 
 
-def test_an_instance_handed_in_by_hand_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"got a GatedMLP: write net=\{'class_path'"):
-        model_of(net=GatedMLP(6, [4], 3))
-
-
 def test_an_interrupted_evaluation_leaves_nothing_behind(tmp_path: Path) -> None:
     class Interrupted(pl.Callback):
         def on_validation_batch_end(self, *args: Any) -> None:
@@ -145,7 +140,7 @@ def test_class_weights_and_label_smoothing_reach_the_loss(tmp_path: Path) -> Non
     model = model_of(class_weights="balanced")
     trainer_of(tmp_path, fast_dev_run=True).fit(model, datamodule=data)
     torch.testing.assert_close(model.class_weights, torch.tensor([100 / 180, 100 / 90, 100 / 30]))
-    with pytest.raises(ValueError, match="`class_weights` must have 3 entries, one a class, got 2"):
+    with pytest.raises(ValueError, match="`class_weights` must have 3 entries.* got 2"):
         model_of(class_weights=[1.0, 2.0])
     with pytest.raises(ValueError, match="needs a DataModule with `class_weights`"):
         trainer_of(tmp_path, fast_dev_run=True).fit(

@@ -71,7 +71,7 @@ def test_a_net_may_be_a_module_which_a_checkpoint_does_not_hold(kind: Any, tmp_p
     trainer.strategy.connect(model)
     trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     torch.load(tmp_path / "a.ckpt", weights_only=True)
-    with pytest.raises(ValueError, match=r"does not hold its net.*net=\.\.\."):
+    with pytest.raises(ValueError, match=r"has no `net`.*net=\.\.\."):
         kind.load_from_checkpoint(tmp_path / "a.ckpt")
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, net[1].out_features))
     again = kind.load_from_checkpoint(tmp_path / "a.ckpt", net=other)

@@ -56,7 +56,7 @@ def test_metrics_are_exact_far_from_zero() -> None:
     model.val_metrics.update(*model.metric_inputs(output, target[:, None]))
     wanted = r2_score(target.double().numpy(), (1e5 + 2.0 * output[:, 0].double()).numpy())
     assert model.val_metrics.compute()["val/r2"].item() == pytest.approx(wanted, abs=1e-3)
-    with pytest.raises(ValueError, match=r"one number a sample as target, got \[4, 2\]"):
+    with pytest.raises(ValueError, match=r"target must be one number .*\[4, 2\]"):
         model.task_loss(torch.zeros(4, 1), torch.zeros(4, 2))
 
 
@@ -90,5 +90,5 @@ def test_classes_and_numbers_are_not_confused(tmp_path: Path) -> None:
     trainer = pl.Trainer(default_root_dir=tmp_path, max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="labels of DigitsDataModule are classes"):
         trainer.fit(GatedRegressor(NET, input_shape=[1, 8, 8]), datamodule=DigitsDataModule())
-    with pytest.raises(ValueError, match="GatedRegressor learns numbers"):
+    with pytest.raises(ValueError, match="`num_classes` must be at least 2"):
         GatedClassifier(NET, input_shape=[9], num_classes=rents().num_classes)

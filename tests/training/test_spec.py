@@ -76,7 +76,7 @@ def test_bare_names_of_optimizers_and_schedulers() -> None:
         (
             {"class_path": "GatedMLP", "init_args": {"hiden": [3]}},
             ValueError,
-            "GatedMLP has no argument 'hiden'; it has in_features, hidden, num_classes",
+            "GatedMLP has no argument 'hiden'.* in_features, hidden, num_classes",
         ),
     ],
 )

@@ -25,7 +25,7 @@ def text(value: Any) -> str:
 
 
 def prose(value: str) -> str:
-    """Return a paragraph, in which words between backticks are code.
+    """Return a paragraph, with text between backticks as code.
 
     >>> prose("`a` < b")
     '<p><code>a</code> &lt; b</p>'
@@ -77,7 +77,7 @@ def details(summary: str, *content: str, opened: bool = False) -> str:
 
 
 def blocks(markdown: str) -> str:
-    """Convert the Markdown summary of a study, which has few kinds of blocks, to HTML."""
+    """Convert the Markdown summary of a study to HTML."""
     return "\n".join(_block(block) for block in markdown.strip().split("\n\n"))
 
 
@@ -95,7 +95,7 @@ def _block(block: str) -> str:
     return prose(block)
 
 
-# Small, so that text stays legible when a whole chart is shown on a phone.
+# Small, so that text stays legible on a phone.
 _WIDTH, _HEIGHT = 440, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 22, 10, 44
 _NAME_WIDTH, _LABEL_WIDTH = 140, 76  # space for the names and labels of bars
@@ -220,7 +220,7 @@ def scatter_chart(title: str, points: Sequence[Point], x_label: str, y_label: st
         group = "".join(_draw_point(p, x_axis, y_axis) for p in points if p.series == name)
         marks.append(f"<g{_series_attributes(index)}>{group}</g>")
     frame = _draw_axes(x_axis, y_axis, x_label, y_label)
-    description = f"{title}: {len(points)} points; their values are in the table above"
+    description = f"{title}: {len(points)} points; their values are in the table of the study"
     return _figure("points", title, description, frame + "".join(marks), names)
 
 
@@ -350,7 +350,7 @@ def _format_value(value: float, percent: bool) -> str:
 
 
 _MAX_ROWS = 512
-_MISSING = 255  # shares are 0 to 250
+_MISSING = 255  # byte of a missing value; shares are 0 to 250
 
 
 def heat_map(
@@ -442,7 +442,9 @@ def confusion_map(names: Sequence[str], counts: Tensor) -> str:
     """Return the confusion matrix; rows are true classes, cells are shares of their samples."""
     shares = counts.double() / counts.sum(1, keepdim=True)
     accuracy = counts.diagonal().sum() / counts.sum()
-    label = f"Confusion matrix of {int(counts.sum()):,} test samples, {accuracy:.2%} of them right"
+    label = (
+        f"Confusion matrix of {int(counts.sum()):,} test samples, {accuracy:.2%} of them correct"
+    )
     tooltips = [
         [f"{int(count):,} samples, {share:.1%}" for count, share in zip(*pair, strict=True)]
         for pair in zip(counts.tolist(), shares.tolist(), strict=True)

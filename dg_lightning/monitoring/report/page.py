@@ -1,4 +1,4 @@
-"""The report of a run, as one HTML page."""
+"""Report of a run as one HTML page."""
 
 import json
 from array import array
@@ -56,7 +56,7 @@ class RunRecord:
     units: dict[str, UnitHistory]
     classes: dict[str, tuple[list[str], Tensor]]  # by layer: class names, shares (classes, units)
     positions: dict[str, list[tuple[float, float]]]  # by layer: share that is open by position
-    histograms: dict[str, list[tuple[float, float]]]  # last ones, by layer: lower edge, share
+    histograms: dict[str, list[tuple[float, float]]]  # last histogram by layer: lower edge, share
     inputs: dict[str, GateInput]
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
@@ -82,7 +82,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run and, for a training run, the test of its checkpoint from that test's folder."""
+    """Read a run and, for a training run, the newest test of its checkpoint."""
     tested = folder if (folder / "confusion.csv").exists() else _find_test(folder) or folder
     gates = folder / "gates"
     if not gates.is_dir():  # a test without training
@@ -111,7 +111,7 @@ def _find_test(folder: Path) -> Path | None:
     tests = [
         path.parent
         for path in folder.parent.glob("*/confusion.csv")
-        # Only the last parts: the path is relative to where the test was started.
+        # Compare the last parts only: the path is relative to where the test was started.
         if _tested_checkpoint(path.parent).parts[-3:-1] == (folder.name, "checkpoints")
     ]
     return max(tests, key=lambda path: (path / "confusion.csv").stat().st_mtime, default=None)
@@ -120,7 +120,7 @@ def _find_test(folder: Path) -> Path | None:
 def _tested_checkpoint(folder: Path) -> Path:
     try:
         settings = yaml.safe_load(_read_text(folder / "config.yaml"))
-    except yaml.YAMLError:  # edited by hand
+    except yaml.YAMLError:  # edited by a user
         return Path()
     return Path(settings.get("ckpt_path") or "" if isinstance(settings, dict) else "")
 
@@ -238,14 +238,14 @@ _MAX_CLASSES = 50  # in confusion matrices
 _MAX_SEEN = 128  # classes, or tokens, in class maps
 
 _NO_METRICS = (
-    "<p>No accuracy and loss were recorded: train with a logger (metrics.csv is missing).</p>"
+    "<p>No accuracy or loss was recorded (metrics.csv is missing): train with a logger.</p>"
 )
 
 
 def run_part(run: RunRecord, level: int = 2) -> str:
     """Return the report of one run as HTML."""
     parts = [
-        section("How it went", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
+        section("Results", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
         section("Tasks in sequence", _tasks(run), level=level),
         section("Open rates by layer", _open_rates(run), level=level),
         *(_gate(run, layer, level) for layer in run.units),
@@ -271,15 +271,15 @@ def _final_metrics(run: RunRecord) -> str:
         "test/accuracy": ("test accuracy", ".2%"),
         "test/macro_f1": ("test macro-F1", ".2%"),
         "test/r2": ("test R²", ".4f"),
-        "test/rmse": ("test error (root mean square)", ".4g"),
-        "tasks/average_accuracy": ("mean of the tasks' accuracies", ".2%"),
+        "test/rmse": ("test RMSE", ".4g"),
+        "tasks/average_accuracy": ("mean accuracy over tasks", ".2%"),
         "tasks/forgetting": ("forgetting", ".2%"),
         "val/accuracy": ("validation accuracy", ".2%"),
         "val/r2": ("validation R²", ".4f"),
-        "compute/macs": ("executed MACs a sample", ",.0f"),
-        "compute/macs_share": ("of the dense net's", ".2%"),
-        "compute/gate_macs": ("of which gate decisions", ",.0f"),
-        "compute/relmac_fuse_g": ("the paper's RelMAC_fuse (hidden maps, no decisions)", ".2%"),
+        "compute/macs": ("executed MACs per sample", ",.0f"),
+        "compute/macs_share": ("relative to dense", ".2%"),
+        "compute/gate_macs": ("of which decisions", ",.0f"),
+        "compute/relmac_fuse_g": ("the paper's RelMAC_fuse (hidden layers, no decisions)", ".2%"),
     }
     rows = [[name, format(last[k], form)] for k, (name, form) in names.items() if k in last]
     return table(["metric", "value"], rows, "Final metrics") if rows else ""
@@ -352,7 +352,7 @@ def _open_rates(run: RunRecord) -> str:
     ]  # fmt: skip
     if not rows:
         return ""
-    return _tiles(charts) + details("The same as a table", table(columns, rows))
+    return _tiles(charts) + details("Show as a table", table(columns, rows))
 
 
 def _gate(run: RunRecord, layer: str, level: int) -> str:
@@ -388,7 +388,7 @@ def _features(run: RunRecord, layer: str) -> str:
     rates = history.g[:, -1]
     order = (2 * rates + history.p).argsort(descending=True, stable=True)[:_MAX_FEATURES].tolist()
     rows = [[names[i], f"{rates[i]:.1%}", f"{history.p[i]:.3f}"] for i in order]
-    title = f"The {len(order)} inputs that are most open, of {len(names):,}"
+    title = f"The {len(order)} most open inputs of {len(names):,}"
     return details(title, table(["input", "open g", "mean p"], rows))
 
 
@@ -404,7 +404,7 @@ def _collapse(run: RunRecord) -> str:
     if run.verdicts:
         rows = [[v["step"], v["layer"], v["mode"].replace("_", " ")] for v in run.verdicts]
         return table(["step", "gate", "failure"], rows)
-    if run.watched is None:  # a run of an earlier version
+    if run.watched is None:  # from an earlier version
         return "<p>No failure was recorded.</p>" if run.layers else ""
     gates = dict.fromkeys(row["layer"] for row in run.layers)
     if unwatched := [name for name in gates if name not in run.watched]:
@@ -442,7 +442,7 @@ def _confusion(run: RunRecord) -> str:
         [name, *(f"{int(count):,}" for count in line)]
         for name, line in zip(names, counts.tolist(), strict=True)
     ]
-    as_table = details("The same as a table", table(["true class", *names], rows))
+    as_table = details("Show as a table", table(["true class", *names], rows))
     return confusion_map(names, counts) + as_table
 
 
@@ -462,7 +462,7 @@ def _percent(value: str) -> str:
     return f"{float(value):.2%}" if value else ""
 
 
-# Makes the browser block everything that is not in this file.
+# The browser blocks everything that is not in the file.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
@@ -476,7 +476,9 @@ def write_page(folder: Path, content: str, output: Path | None = None) -> Path:
     """Write a page to `output`, by default `report.html` in the folder, and return its path."""
     path = folder / "report.html" if output is None else output
     if path.suffix != ".html" and path.exists():
-        raise ValueError(f"{str(path)!r} exists and is not a report: name a file *.html.")
+        raise ValueError(
+            f"{str(path)!r} exists and is not a report: name a file that ends in .html."
+        )
     if path.is_dir():
         raise ValueError(f"`output` must be a file, got the folder {str(path)!r}: add report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -491,9 +493,9 @@ def _newest_run(folder: Path) -> Path:
     if not trained:
         raise ValueError(
             f"{str(folder)!r} holds neither a study (results.csv with a column variant) nor a run "
-            "(metrics.csv, gates/ or config.yaml): give the folder that `study` or `fit` has named."
+            "(metrics.csv, gates/ or config.yaml): give the folder that `study` or `fit` printed."
         )
-    # Not of the folder itself, which every report modifies.
+    # The time of the folder itself would change with every report.
     return max(trained, key=lambda path: max(p.stat().st_mtime for p in _output_paths(path)))
 
 
@@ -503,7 +505,7 @@ def _output_paths(run: Path) -> list[Path]:
 
 
 def page(title: str, content: str) -> str:
-    """Return a whole page around some content, with style and script."""
+    """Wrap content in a complete page with style and script."""
     here = files("dg_lightning.monitoring.report")
     style = here.joinpath("style.css").read_text(encoding="utf-8")
     script = here.joinpath("script.js").read_text(encoding="utf-8")

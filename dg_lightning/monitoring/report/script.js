@@ -1,5 +1,5 @@
 "use strict";
-// Charts carry their values in data-tip, maps in bytes: this shows them to pointer and keyboard.
+// Shows values by pointer and keyboard: charts store them in data-tip, maps as bytes.
 const tip = document.getElementById("tip");
 
 function show(text, x, y) {
@@ -47,7 +47,7 @@ for (const chart of document.querySelectorAll(".chart")) {
     point(best);
   };
   svg.addEventListener("pointermove", seek);
-  svg.addEventListener("click", seek);  // a finger only taps
+  svg.addEventListener("click", seek);  // touch screens cannot hover
   svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && point(null));
   svg.addEventListener("blur", () => point(null));
   svg.addEventListener("keydown", (event) => {
@@ -68,7 +68,7 @@ for (const chart of document.querySelectorAll(".chart")) {
   }
 }
 
-// Viridis in nine steps: dark is closed, bright is open, also for the colour-blind.
+// Viridis in nine steps, readable with colour blindness: dark is closed, bright is open.
 const STEPS = [[68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141],
   [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37]];
 
@@ -122,7 +122,7 @@ for (const canvas of document.querySelectorAll(".map canvas")) {
   });
 }
 
-// A click on the head of a column sorts the rows by it: numbers by their first figure, then texts.
+// Clicking a column header sorts the rows: numbers first, by their first figure, then text.
 for (const table of document.querySelectorAll(".wide table")) {
   const body = table.tBodies[0];
   const figure = (row, column) => {
