@@ -35,6 +35,9 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell --skip="*.ipynb,*.png" dg_lightning callbacks datamodules configs tests benchmarks examples docs results/*.py results/*.j2 *.md
+	@# Phrases that read as translated, see CONTRIBUTING.md.
+	! grep --recursive --line-number --extended-regexp --file=tests/phrases.txt --include=*.py --include=*.md --include=*.yaml --include=*.ipynb \
+		dg_lightning callbacks datamodules configs tests benchmarks examples docs results README.md ARCHITECTURE.md CONTRIBUTING.md
 
 types: $(INSTALLED_DEV)
 	$(BIN)/mypy

@@ -176,7 +176,7 @@ class TaskSequence(BaseDataModule):
     >>> data = TaskSequence(DigitsDataModule(), tasks=5)
     >>> data.setup("fit")
     >>> _, labels = next(iter(data.train_dataloader()))
-    >>> data.classes_of(1), sorted(set(labels.tolist()))  # of the first task
+    >>> data.classes_of(1), sorted(set(labels.tolist()))  # classes of the first task
     ((2, 3), [0, 1])
     """
 

@@ -131,7 +131,7 @@ def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block, but give closed gates no gradient, as if skipped."""
+    """Compute every block, but give closed gates no gradient, like engines that skip."""
     if gate.requires_grad:
         gate = torch.where(gate != 0, gate, gate.detach())
     return masked(x, gate, net)
@@ -240,7 +240,7 @@ def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """One entry per tensor of a gated feed-forward: the tensor, its gradient, or a flag."""
+    """The tensors of a gated feed-forward, their gradients, or flags."""
 
     x: Any = None
     gate: Any = None

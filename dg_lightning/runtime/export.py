@@ -118,7 +118,7 @@ def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -
 
 
 def _companion_files(output: Path, made: PlainNet) -> dict[Path, str]:
-    """Return the files to write next to the weights; refuse to overwrite foreign files."""
+    """Return the files to write next to the weights; never replace foreign ones."""
     loader = Path(plain.__file__).read_text("utf-8")
     recipe = json.dumps({"format": 1, "steps": made.steps}, indent=2) + "\n"
     texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}

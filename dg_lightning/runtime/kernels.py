@@ -294,7 +294,7 @@ def decide(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute p and hard gates of a tile of samples, and count open samples per block.
+    """Compute p and hard gates of a sample tile; count open samples per block.
 
     The float32 weight is split into two half-precision parts, which keeps at least 16 bits of its
     mantissa. Sums are in float32.

@@ -258,7 +258,7 @@ def static_value(gate: Gate) -> Tensor:
 
 
 def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
-    """Return the wanted indices, at least one, and others to fill up a multiple."""
+    """Return the wanted indices, padded with others to a multiple, at least one."""
     count = max(int(wanted.sum()), 1)
     count = min(-(-count // multiple) * multiple, len(wanted))
     order = (~wanted).int().argsort(stable=True)
@@ -394,7 +394,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def fastest_plain_net(
     net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
 ) -> PlainNet:
-    """Return the fastest plain net, by the geometric mean of times over batch sizes.
+    """Return the plain net with the best geometric-mean time over batch sizes.
 
     Args:
         net: The net.
@@ -433,7 +433,7 @@ def freeze_if_faster(
     batch_sizes: Sequence[int] = (1, 32, 1024),
     max_accuracy_drop: float = MAX_ACCURACY_DROP,
 ) -> tuple[GatedMLP, PlainNet]:
-    """Lower a net, and freeze its dynamic gates if they cost more time than they save.
+    """Lower a net, and freeze dynamic gates that cost more time than they save.
 
     The notes explain the decision.
 
@@ -485,7 +485,7 @@ def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 def scores(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[str, list[float]]:
-    """Return the name and values of a metric: accuracy, or R² for nets with one output."""
+    """Return a metric's name and values: accuracy, or R² for one output."""
     wanted, given = [], []
     for x, target in data:
         wanted.append(target)

@@ -261,7 +261,7 @@ def _runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def has_hooks(module: nn.Module, owner: object = None) -> bool:
-    """Return True if a module has hooks other than those of `owner`, so it must be called."""
+    """Return True if a module has hooks other than those of `owner`."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return any(owner is None or getattr(hook, "__self__", None) is not owner for hook in hooks)
@@ -320,7 +320,7 @@ def candidates(x: Tensor, needs_grad: bool) -> list[str]:
 
 @dataclass
 class Fastest:
-    """The fastest engine when the host launches kernels, and the fastest in a CUDA graph."""
+    """The fastest engines in eager execution and in a CUDA graph."""
 
     eager: str
     captured: str

@@ -20,7 +20,7 @@ _MAX_MEMORY_SHARE = 1 / 8  # share of device memory for packed rows
 
 
 def descriptor(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:
-    """Return a descriptor of the full matrix, and whether blocks are ranges of its rows."""
+    """Return a descriptor of the weight matrix, and whether blocks are rows."""
     blocks, width, inner = weight.shape
     block_stride, output_stride, input_stride = weight.stride()
     if input_stride != 1 or output_stride * weight.element_size() % 16 or weight.data_ptr() % 16:
@@ -158,7 +158,7 @@ class Packing:
         return cls(g, counts)
 
     def fit_to_memory(self, row_bytes: int) -> None:
-        """Read the exact number of rows from the device if the worst case does not fit."""
+        """Read the exact number of rows if the worst case does not fit."""
         if not worst_case_fits(self.samples, self.blocks, row_bytes, self.device):
             self.rows = max(int(self.ends[-1]), ROWS)
 

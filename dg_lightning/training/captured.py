@@ -165,7 +165,7 @@ class StepGraphs:
         )
 
     def _describe(self, leaf: Any) -> Hashable:
-        """Return what a pass depends on: the shape and dtype of a tensor, or a plain value."""
+        """Return the features of a leaf that a pass depends on."""
         if isinstance(leaf, Tensor) and leaf.device == self._device:
             return leaf.shape, leaf.dtype
         plain = leaf is None or isinstance(leaf, str | int | float)
@@ -277,7 +277,7 @@ class StepGraphs:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """Flatten a batch, with the type and size of each container before its values."""
+    """Flatten a batch, with each container's type and size before its values."""
     if isinstance(batch, Mapping):
         inside = [leaf for key, value in batch.items() for leaf in (key, *_leaves(value))]
     elif isinstance(batch, list | tuple):
@@ -369,7 +369,7 @@ class CapturedSteps(pl.LightningModule):
         return values["loss"]
 
     def _is_logged_step(self) -> bool:
-        """Return True if values are logged in this step, or monitored at the end of the epoch."""
+        """Return True if this step is logged, or ends the epoch."""
         try:
             trainer = self.trainer
         except RuntimeError:  # no Trainer is attached
@@ -379,7 +379,7 @@ class CapturedSteps(pl.LightningModule):
     def _run_captured(
         self, as_usual: Callable[[], Any], captured: Callable[[StepGraphs], Any]
     ) -> Any:
-        """Run a step with graphs, or eagerly if there are none or capturing fails."""
+        """Run a step with graphs, or eagerly if this is impossible."""
         if self._graphs is None:
             return as_usual()
         try:

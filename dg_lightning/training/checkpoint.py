@@ -212,7 +212,7 @@ def _tensors(content: Any) -> Iterator[Tensor]:
 
 
 def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_EntryLimit":
-    """Return a mode in which models cannot be much larger than a checkpoint's weights.
+    """Limit the size of new models by a checkpoint's weights.
 
     Otherwise, hyper-parameters could ask for any number of units or layers.
 
@@ -226,7 +226,7 @@ def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_Entry
 
 
 class _EntryLimit(TorchFunctionMode):
-    """Raises ValueError if new tensors have many more entries in total than a limit."""
+    """Raises ValueError if new tensors exceed a total number of entries."""
 
     def __init__(self, limit: int, source: object) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint was saved at the last batch of an epoch that had not ended."""
+    """Return True if a checkpoint was saved at an epoch's last batch, before its end."""
     batch = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if batch is None or not batch["is_last_batch"]:
         return False
@@ -323,7 +323,7 @@ def checked(
     hparams_file: str | Path | None,
     given: Collection[str] = (),
 ) -> Iterator[tuple[IO[bytes], "_EntryLimit", dict[str, Any]]]:
-    """Check a checkpoint; yield it as an open file, with a size limit and arguments.
+    """Open and check a checkpoint; yield file, size limit and arguments.
 
     Args:
         cls: The class to load.

@@ -44,7 +44,7 @@ from dg_lightning.training.spec import (
 
 
 def unsaved_arguments(net: Any) -> list[str]:
-    """Return the arguments to leave out of checkpoints: a net passed as a module."""
+    """Return the arguments that checkpoints omit: a net passed as a module."""
     return ["net"] if isinstance(net, nn.Module) else []
 
 
@@ -85,7 +85,7 @@ def check_sizes(
 
 
 def check_class_weights(weights: Sequence[float] | None, num_classes: int) -> None:
-    """Check that there is one weight per class, none negative and not all 0."""
+    """Check that class weights match the classes and are not negative or all 0."""
     if weights is None:
         return
     if len(weights) != num_classes:

@@ -33,7 +33,7 @@ def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def restore_fused(optimizer: Optimizer) -> None:
-    """Make an optimizer fused again after it loaded the state of an unfused one."""
+    """Make an optimizer fused again after loading an unfused one's state."""
     for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         group["fused"] = True
         for parameter in group["params"]:
@@ -142,7 +142,7 @@ def build_optimizers(
 
 
 def warn_scheduler_length(trainer: Any) -> None:
-    """Log if a scheduler is planned for another length than that of the training run.
+    """Log schedulers whose length differs from that of the training run.
 
     Nothing is logged if the length is uncertain, or if the run is resumed with its old scheduler.
     """

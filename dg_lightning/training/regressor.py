@@ -15,7 +15,7 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedRegressor(GatedModule):
-    """Trains a net with one output by least squares; reports its R² and executed MACs.
+    """Trains a regression net by least squares; reports R² and executed MACs.
 
     The net learns the standardised target, with mean and standard deviation from the DataModule's
     `target_scale`. Metrics and predictions are in units of the target.

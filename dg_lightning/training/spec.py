@@ -192,7 +192,7 @@ def check_classes(values: Any) -> None:
 
 
 def import_class(class_path: str, kind: type[T]) -> type[T]:
-    """Import a class by its dotted path, and check that it is a subclass of `kind`.
+    """Import a subclass of `kind` by its dotted path.
 
     A name without a module is looked up in `dg_lightning` and torch.
 

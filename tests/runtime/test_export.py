@@ -108,7 +108,7 @@ def test_a_file_of_the_users_is_not_written_over(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     net = net_with(STATIC)
     (tmp_path / "load_net.py").write_text("import mine")
-    with pytest.raises(ValueError, match="load_net.py exists"):
+    with pytest.raises(ValueError, match=r"load_net\.py exists"):
         export(net, plain_net(net), "safetensors", tmp_path / "net")
     (tmp_path / "load_net.py").unlink()
     for _ in range(2):  # our own may be
@@ -121,5 +121,5 @@ def test_gates_on_the_edge_for_every_input_are_said_so() -> None:
     gate: Any = {"kind": "dynamic", "initial_open_rate": 0.5001}
     net = GatedMLP(6, [4], 2, gate=gate).eval()
     net.layers()[0].gate.network[0].bias.data.zero_()  # type: ignore[union-attr,index]
-    with pytest.raises(ValueError, match="gate threshold.*`x`"):
+    with pytest.raises(ValueError, match=r"gate threshold.*`x`"):
         check_inputs(plain_net(net), net)

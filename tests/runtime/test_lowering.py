@@ -260,7 +260,7 @@ def test_nets_that_cannot_be_made_compact_are_refused() -> None:
     with pytest.raises(TypeError, match="got a SwitchMoE"):
         plain_net(SwitchMoE(6, 3))
     dynamic: Any = {"kind": "dynamic"}
-    with pytest.raises(TypeError, match="input_gate: .*must be static"):
+    with pytest.raises(TypeError, match=r"input_gate: .*must be static"):
         plain_net(GatedMLP(6, [4], 2, input_gate=dynamic))
 
 

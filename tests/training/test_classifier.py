@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from dg_lightning import GatedClassifier, GatedMLP, gate_layers
+from dg_lightning import GatedClassifier, gate_layers
 
 
 class WithAuxiliary(nn.Module):
@@ -140,7 +140,7 @@ def test_class_weights_and_label_smoothing_reach_the_loss(tmp_path: Path) -> Non
     model = model_of(class_weights="balanced")
     trainer_of(tmp_path, fast_dev_run=True).fit(model, datamodule=data)
     torch.testing.assert_close(model.class_weights, torch.tensor([100 / 180, 100 / 90, 100 / 30]))
-    with pytest.raises(ValueError, match="`class_weights` must have 3 entries.* got 2"):
+    with pytest.raises(ValueError, match=r"`class_weights` must have 3 entries.* got 2"):
         model_of(class_weights=[1.0, 2.0])
     with pytest.raises(ValueError, match="needs a DataModule with `class_weights`"):
         trainer_of(tmp_path, fast_dev_run=True).fit(

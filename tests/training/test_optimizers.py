@@ -119,7 +119,7 @@ def test_a_scheduler_made_for_another_training_is_told_of(
 
 def test_a_scheduler_that_would_drop_the_gate_lr_factor_is_refused() -> None:
     cycle: Any = {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.01, "total_steps": 9}}
-    with pytest.raises(ValueError, match="OneCycleLR .*`gate_lr_factor=0.1`"):
+    with pytest.raises(ValueError, match=r"OneCycleLR .*`gate_lr_factor=0\.1`"):
         model_of(lr_scheduler=cycle, gate_lr_factor=0.1).configure_optimizers()
     cycle["init_args"]["max_lr"] = [0.01, 0.01]
     model_of(lr_scheduler=cycle).configure_optimizers()
