@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dg_lightning.files import locked
 
-LOCK_SECONDS = 3600.0  # maximum wait for another process that downloads or decodes
+LOCK_SECONDS = 3600.0  # maximum wait while another process downloads or decodes
 _CHUNK = 1 << 20
 _DAMAGED = (
     EOFError,
@@ -40,7 +40,7 @@ _DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # reject files that exceed both when unpacked
+_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # files whose unpacked size exceeds both limits are rejected
 _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -49,7 +49,7 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
 
 
 class DownloadError(Exception):
-    """The network or the server failed, not the local files."""
+    """A download failed because of the network or the server."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Download:
     """A file or archive to download.
 
     Args:
-        url: Its URL.
-        digest: Its checksum, as `md5:...` or `sha256:...`.
+        url: URL of the file or archive.
+        digest: The expected checksum, as `md5:...` or `sha256:...`.
         target: Destination below the root: a file, or a folder for an archive.
         folder: For an archive, the folder inside it that becomes the target.
     """
@@ -72,7 +72,7 @@ class Download:
 def check_digest(
     file: BinaryIO, digest: str, name: object, remedy: str = "delete it and download it again"
 ) -> None:
-    """Raise ValueError if the content does not match the published checksum."""
+    """Raise ValueError if a file's content does not match its published checksum."""
     algorithm, _, expected = digest.partition(":")
     found = hashlib.new(algorithm)
     while chunk := file.read(_CHUNK):
@@ -88,7 +88,7 @@ def fetch(download: Download, root: Path) -> None:
     """Download, verify and unpack a file or archive atomically."""
     target = root / download.target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Next to the target, so that a rename suffices. The lock keeps other processes out.
+    # Next to the target, so that it can be renamed. The lock keeps other processes out.
     scratch = target.with_name(f".{target.name}.download")
     with locked(root / ".download.lock", "downloads", LOCK_SECONDS):
         if target.exists():  # downloaded by another process, or incomplete
@@ -120,7 +120,7 @@ def _stream(url: str) -> Iterator[bytes]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive into a folder; reject paths outside it."""
+    """Unpack an archive into a folder, and reject paths that lead outside the folder."""
     with _damage_named(archive):
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
@@ -167,7 +167,7 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_unpacked_size(path: Path, size: int) -> None:
-    """Raise ValueError if a small file unpacks to a huge size."""
+    """Raise ValueError if a file is suspiciously large when unpacked."""
     if size > max(_MAX_BYTES, _MAX_RATIO * path.stat().st_size):
         raise ValueError(
             f"{path} unpacks to more than {_MAX_RATIO} times its size and {_MAX_BYTES >> 30} GiB: "
@@ -177,7 +177,7 @@ def check_unpacked_size(path: Path, size: int) -> None:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Convert errors of a damaged file into a one-line ValueError."""
+    """Convert errors caused by a damaged file to a one-line ValueError."""
     try:
         yield
     except gzip.BadGzipFile as error:
@@ -192,7 +192,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def list_files(folder: Path, ending: str) -> list[str]:
-    """Return the files of a folder with this ending, sorted; empty if it does not exist."""
+    """Return a folder's files with this ending, sorted; empty if the folder does not exist."""
     if not folder.is_dir():
         return []
     names = sorted(name for name in os.listdir(folder) if name.endswith(ending))
@@ -204,7 +204,7 @@ def read_chunks(
 ) -> Iterator[NDArray[Any]]:
     """Read files and yield their arrays in stacked chunks.
 
-    Single-threaded, because for files this small threads cost more than they save.
+    Files are read in a single thread, because for such small files threads cost more than they save.
     """
     for start in range(0, len(paths), size):
         yield np.stack([read(path) for path in paths[start : start + size]])
@@ -214,14 +214,14 @@ Indices = NDArray[np.int64]
 
 
 Array = NDArray[Any]
-FORMAT = 3  # increase when decoding the same files and settings gives different tables
+FORMAT = 3  # increase if the same files and settings are decoded to different tables
 
 
 class Save(Protocol):
     """Receives the results of a decoder."""
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        """Save an array, given in chunks along its first axis."""
+        """Save an array whose chunks are consecutive along the first axis."""
         ...
 
     def metadata(self, **metadata: Any) -> None:
@@ -235,7 +235,7 @@ Decode = Callable[[Save], None]
 class ArrayTable:
     """Rows of an array, in memory or in a memory-mapped file.
 
-    A file-backed table is pickled as its path, not its data.
+    Pickling a file-backed table stores the path of the file, not the data.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class SparseTable:
         data, indices, starts = (part.array for part in self._parts)
         first, lengths = starts[rows], starts[rows + 1] - starts[rows]
         ends = np.cumsum(lengths)
-        # Positions of the entries, row by row.
+        # Positions of the non-zero values, row by row.
         entries = np.arange(ends[-1]) + np.repeat(first - (ends - lengths), lengths)
         dense = np.zeros((len(rows), self.columns), data.dtype)
         dense[np.repeat(np.arange(len(rows)), lengths), indices[entries]] = data[entries]
@@ -314,11 +314,12 @@ class Tables(Mapping[str, ArrayTable]):
 def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Tables:
     """Return the tables that `decode` saves, cached by origin.
 
-    The origin is everything the tables depend on: files with their sizes and times, and settings.
+    The origin is everything the tables depend on, namely the settings and the files with their sizes
+    and times.
 
-    Entries are created atomically by a rename. One process builds an entry while others wait.
-    Leftovers of a killed process are never read, and the next process removes them. If the cache
-    is not writable, the tables stay in memory.
+    Entries are created atomically by a rename. One process builds an entry while others wait. What
+    a killed process leaves behind is never read, and the next process removes it. If the cache is
+    not writable, the tables stay in memory.
     """
     described = json.dumps([FORMAT, origin], sort_keys=True)
     entry = folder / f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
@@ -332,7 +333,7 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
         tables = _open_entry(entry)
     except _CannotCacheError as error:
         rank_zero_warn(
-            f"The decoded {name} data is kept in memory and not cached: {error}. "
+            f"The decoded {name} data is kept in memory instead of being cached: {error}. "
             "Set `cache_dir` or DG_CACHE to a writable folder with enough space."
         )
         return tables_in_memory(decode)
@@ -342,7 +343,7 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
 
 
 def _note_warnings(decode: Decode, save: Save) -> None:
-    """Decode, and save our warnings, so that they are repeated when the cache is used."""
+    """Decode the data, and save the warnings of this package to repeat them when the cache is used."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         decode(save)
@@ -361,7 +362,7 @@ def tables_in_memory(decode: Decode) -> Tables:
 
 
 class _CannotCacheError(Exception):
-    """The cache is unusable. Errors in the source data raise other exceptions."""
+    """The cache cannot be used; errors in the source data raise other exceptions."""
 
 
 @contextmanager
@@ -369,7 +370,7 @@ def _wrap_cache_errors(entry: Path) -> Iterator[None]:
     """Convert file system errors to `_CannotCacheError`."""
     try:
         yield
-    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
+    except (OSError, NotImplementedError) as error:  # a file system without locks raises the latter
         reason = getattr(error, "strerror", None) or error
         raise _CannotCacheError(f"{entry.parent} cannot be used ({reason})") from error
 
@@ -404,7 +405,7 @@ class _DiskSave:
                 file.flush()
                 os.fsync(file.fileno())
         finally:
-            with _wrap_cache_errors(self.folder):  # flushing the buffer may fail too
+            with _wrap_cache_errors(self.folder):  # closing flushes the buffer, which may fail too
                 file.close()
         _require_rows(rows, name)
         self.arrays[name] = {"dtype": dtype, "shape": [rows, *shape]}
@@ -441,7 +442,7 @@ def _require_rows(rows: int, name: str) -> None:
 
 
 def _build_entry(entry: Path, decode: Decode) -> None:
-    unfinished = Path(f"{entry}.unfinished")  # not shared: we hold the lock
+    unfinished = Path(f"{entry}.unfinished")  # the lock keeps other processes out
     with _wrap_cache_errors(entry):
         for leftover in (unfinished, entry):  # left by a killed process, or damaged
             if leftover.exists():
@@ -459,7 +460,7 @@ def _build_entry(entry: Path, decode: Decode) -> None:
 
 
 def _read_entry(entry: Path) -> Tables | None:
-    """Return the entry if it is complete, else None."""
+    """Return the entry, or None if it is incomplete."""
     try:
         contents = json.loads((entry / "contents.json").read_text())
         arrays = {}

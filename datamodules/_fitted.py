@@ -27,17 +27,17 @@ _NAMES = {
 class FittedDataModule(BaseDataModule):
     """A DataModule whose preprocessing is fitted to its training samples.
 
-    The preparation is saved in the checkpoint, so samples of other files are prepared as in
-    training. `decode` fits it, or aligns the samples to `_preparation` if that is set. It saves the
-    rows of each split under the split's name, and `unlabelled`, the reason why no sample can be
-    tested. `predict` covers all samples.
+    The preparation is saved in the checkpoint, so samples from other files are prepared as in
+    training. `decode` fits a preparation, or aligns the samples to `_preparation` if that is set.
+    `decode` also saves the rows of each split under the split's name, and as `unlabelled` the
+    reason why no sample can be tested. `predict` covers all samples.
 
     Args:
         *args: Positional arguments of `BaseDataModule`.
         **options: Keyword arguments of `BaseDataModule`.
     """
 
-    sample: ClassVar[str]  # name of one sample in messages
+    sample: ClassVar[str]  # what messages call a sample
     preparation_type: ClassVar[Any]
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ class FittedDataModule(BaseDataModule):
         """Return the preparation fitted to this data."""
 
     def preparation_settings(self) -> dict[str, str]:
-        """Return a hash of the checkpoint's preparation, which decoding depends on."""
+        """Return a hash of the checkpoint's preparation, because decoding depends on it."""
         if self._preparation is None:
             return {}
         text = json.dumps(self._preparation.plain())
@@ -67,7 +67,7 @@ class FittedDataModule(BaseDataModule):
         if equal and self._preparation is None:
             rank_zero_warn(
                 f"{equal:,} of {len(rows['test']):,} test {self.sample}s equal a training "
-                f"{self.sample}: remove duplicates, or keep them in one split."
+                f"{self.sample}: remove the duplicates, or keep them in one split."
             )
         return {name: Split(table, of, labels[of], prepare) for name, of in rows.items()}
 
@@ -79,7 +79,8 @@ class FittedDataModule(BaseDataModule):
         part = {"test": "test", "validate": "val"}.get(str(self._stage))
         if part is not None and not len(parts[part]):
             raise ValueError(
-                f"There is no {self.sample} to {self._stage} on: {self.metadata['unlabelled']} "
+                f"There are no labelled {self.sample}s to {self._stage} on: "
+                f"{self.metadata['unlabelled']} "
                 "`predict` needs no labels."
             )
 
@@ -89,10 +90,10 @@ class FittedDataModule(BaseDataModule):
             return super().describe_parts()
         known = sum(len(part) for part in self._parts.values())
         aligned = f"{len(self._everything):,} {self.sample}s, aligned to the checkpoint by name"
-        if not known:  # as usual for `predict`
+        if not known:  # the usual case for `predict`
             return aligned
         testing = len(self.part("test"))
-        return f"{aligned}; {known:,} have a known label, {testing:,} of them for testing"
+        return f"{aligned}; {known:,} have a known label, and {testing:,} of these are for testing"
 
     @override
     def preparation(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class FittedDataModule(BaseDataModule):
         """Return the checkpoint's preparation, or the one fitted to this data."""
         if self._preparation is not None:
             return self._preparation
-        self.part("train")  # raises an error before setup
+        self.part("train")  # raises an error if `setup` has not been called
         return self.fitted_preparation()
 
     @override
@@ -127,7 +128,7 @@ class FittedDataModule(BaseDataModule):
 
     @override
     def part_to_predict(self) -> Split:
-        self.part("test")  # raises an error before setup
+        self.part("test")  # raises an error if `setup` has not been called
         return self._everything
 
 
@@ -138,14 +139,14 @@ def hash_rows(rows: Iterable[bytes]) -> NDArray[np.int64]:
 
 
 def named_parts(names: Iterable[str], where: str) -> dict[str, str] | None:
-    """Return the split that each name refers to; None if no name refers to a split.
+    """Return the split that each name refers to, or None if no name refers to a split.
 
     >>> named_parts(["Train", "valid", "test"], "column 'part'")
     {'Train': 'train', 'valid': 'val', 'test': 'test'}
     >>> named_parts(["cat", "dog"], "the folder")
 
     Raises:
-        ValueError: If only some names refer to a split, or none to `train`.
+        ValueError: If only some names refer to a split, or if no name refers to `train`.
     """
     found = {name: _NAMES.get(name.lower()) for name in names}
     if not any(found.values()):
@@ -166,10 +167,10 @@ def seen_samples(prints: NDArray[np.int64], parts: NDArray[Any]) -> dict[str, li
 
 
 def find_parts(prints: NDArray[np.int64], seen: Mapping[str, Any]) -> NDArray[Any]:
-    """Return the split that each sample had in training; empty if it is new.
+    """Return the split of each sample in training, or an empty string if the sample is new.
 
-    For the original data these are the original splits. In other data, a sample that equals a
-    training or validation sample is assigned to that split.
+    The original data keeps its splits. In other data, a sample that equals a training or validation
+    sample is assigned to that sample's split.
     """
     rows, parts = np.array(seen["rows"]), np.array(seen["parts"], dtype=object)
     if np.array_equal(prints, rows):

@@ -1,4 +1,4 @@
-"""The data loader of all DataModules: whole batches, resumable within an epoch."""
+"""The data loader for all DataModules, which can resume in the middle of an epoch."""
 
 import math
 import os
@@ -22,24 +22,25 @@ class BatchLoader:
     """Iterates over the batches of one rank, in an order that depends only on (seed, epoch).
 
     The i-th batches of all ranks together equal the i-th batch of a single process with the global
-    batch size. All ranks have the same number of batches; the last two may be smaller, and no
-    sample is repeated (unless `batch_size` is 1).
+    batch size. All ranks have the same number of batches, and the last two may be smaller. No sample
+    is repeated, unless `batch_size` is 1.
 
     This is not a torch `DataLoader`, so Lightning does not replace its sampler with one that
-    repeats samples. `state_dict`, which Lightning saves, holds the number of samples trained on. A
-    resumed epoch continues after them, on any number of ranks with the same global batch size.
+    repeats samples. Lightning saves the loader's `state_dict`, which contains the number of samples
+    trained on. A resumed epoch continues after these samples. The number of ranks may change if the
+    global batch size stays the same.
 
     Without a Trainer, every complete iteration advances to the next epoch. Only one iteration can
-    be active: a second one takes over the state and the worker processes.
+    be active, because a second one would take over the state and the worker processes.
 
     Args:
         part: The samples.
         batch_size: Batch size per rank.
         shuffle: Whether to shuffle every epoch.
-        place: Returns (rank, world size); called lazily, because ranks may not exist yet. Defaults
-            to the ranks of torch's process group.
-        progress: Returns how many batches of the epoch the Trainer has processed and completed; an
-            interrupted batch is repeated after a resume.
+        place: Function that returns (rank, world size). It is called lazily, because the process
+            group may not exist yet. Defaults to the rank and world size of that group.
+        progress: Function that returns how many batches of the epoch the Trainer has processed and
+            completed. An interrupted batch is repeated after resuming.
         num_workers: Number of worker processes.
         pin_memory: Whether to copy batches into pinned memory.
     """
@@ -63,7 +64,7 @@ class BatchLoader:
         self.pin_memory = pin_memory
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # set by seed_everything
         self.epoch = 0
-        # Samples yielded in this epoch by all ranks: before the last batch, and including it.
+        # Samples that all ranks have yielded in this epoch: (before the last batch, including it).
         self._samples_yielded = (0, 0)
         self._resume_offset = 0
         self._job_sampler = _JobSampler()
@@ -71,7 +72,10 @@ class BatchLoader:
 
     @property
     def batch_sampler(self) -> SimpleNamespace:
-        """Object on which Lightning calls `set_epoch`; `sampler` would need a larger interface."""
+        """Object through which Lightning calls `set_epoch`.
+
+        An attribute `sampler` would do too, but would need a larger interface.
+        """
         return SimpleNamespace(sampler=self)
 
     @property
@@ -85,7 +89,7 @@ class BatchLoader:
             self._dataloader._iterator = iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines order and augmentation."""
+        """Set the epoch, which determines the order of the samples and their augmentation."""
         if epoch != self.epoch:
             self.epoch, self._resume_offset, self._samples_yielded = epoch, 0, (0, 0)
 
@@ -98,12 +102,12 @@ class BatchLoader:
         size = self.batch_size * world_size
         ends = [*range(size, samples, size), samples]
         if len(ends) > 1 and self.batch_size > 1:
-            # Every rank needs a last batch: without one, the other ranks would wait forever.
+            # If one rank had no last batch, the other ranks would wait for it forever.
             ends[-2] = min(ends[-2], samples - world_size)
         return ends
 
     def batches(self, offset: int = 0) -> list[Indices]:
-        """Return the indices of every batch of this rank, after skipping `offset` samples."""
+        """Return the indices in every batch of this rank, after skipping `offset` samples."""
         rank, world_size = self.place()
         order = np.arange(len(self.part))
         if self.shuffle:
@@ -156,20 +160,20 @@ class BatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the samples already seen, in the order of the saved run."""
+        """Continue after the samples already seen, in the same order as the saved run."""
         done = bool(state.get("epoch_is_done"))  # the next epoch may use different data
         if not done and state.get("samples") != len(self.part):
             raise ValueError(
                 f"This checkpoint was saved during an epoch of {state.get('samples')} training "
-                f"samples, got {len(self.part)}: resume with the same data, or use a checkpoint "
-                "saved after an epoch (`every_n_epochs`)."
+                f"samples, but this run has {len(self.part)}: resume with the same data, or use a "
+                "checkpoint saved after an epoch (`every_n_epochs`)."
             )
         size, saved = self.batch_size * self.place()[1], state["samples_a_step"]
         if not done and size != saved and state["samples_seen"]:
             raise ValueError(  # Lightning would miscount the rest of the epoch
                 f"This checkpoint was saved during an epoch with batches of {saved} samples in "
-                f"total, got {size}: resume with the same `batch_size` x ranks, or use a "
-                "checkpoint saved after an epoch (`every_n_epochs`)."
+                f"total, but this run uses {size}: resume with the same `batch_size` x ranks, or use "
+                "a checkpoint saved after an epoch (`every_n_epochs`)."
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._resume_offset = len(self.part) if done else state["samples_seen"]
@@ -177,14 +181,14 @@ class BatchLoader:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank and world size of torch's process group; (0, 1) without one."""
+    """Return the rank and world size of torch's process group, or (0, 1) without a group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 class _JobSampler(Sampler[Job]):
-    """Yields the batches of the next iteration."""
+    """Yields the jobs for the next iteration."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

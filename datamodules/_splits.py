@@ -1,4 +1,4 @@
-"""Splits of a dataset, and how they assemble batches."""
+"""Splits of a dataset, which assemble batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ PaddingMode: TypeAlias = Literal["reflect", "constant"]
 
 
 class RowTable(Protocol):
-    """Table of samples: an array, a memory-mapped array or a sparse matrix."""
+    """A table of samples: an array, a memory-mapped array or a sparse matrix."""
 
     def __len__(self) -> int: ...
 
@@ -32,11 +32,11 @@ class Augmentation(Protocol):
     """A random augmentation, sampled independently for every sample."""
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Sample the random values of an epoch: arrays with one entry per sample."""
+        """Sample the random values for an epoch, as arrays with one entry per sample."""
         ...
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Augment a batch with the random values of its samples."""
+        """Augment a batch with the random values sampled for it."""
         ...
 
 
@@ -46,7 +46,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of the given samples."""
+        """Return the inputs and labels of the given samples."""
         ...
 
 
@@ -70,7 +70,7 @@ class Split(Dataset[Batch]):
         return len(self.rows)
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of the given samples."""
+        """Return the inputs and labels of the given samples."""
         inputs = self.table.take(self.rows[indices])
         if self.augmentation is not None:
             draws = self.draws_for_epoch(self.augmentation, seed, epoch)
@@ -82,7 +82,7 @@ class Split(Dataset[Batch]):
         return inputs, self.labels[torch.from_numpy(indices)]
 
     def draws_for_epoch(self, augmentation: Augmentation, seed: int, epoch: int) -> Draws:
-        """Return the random values of all samples in an epoch."""
+        """Return the random values for all samples in an epoch."""
         if self._cached_draws is None or self._cached_draws[0] != (seed, epoch):
             generator = np.random.default_rng([seed, epoch, 1])
             self._cached_draws = ((seed, epoch), augmentation.draw(generator, len(self)))
@@ -96,7 +96,8 @@ class Split(Dataset[Batch]):
 class Normalize:
     """Scales uint8 images to [0, 1] and standardises each channel.
 
-    Bit-identical to torchvision's `ToTensor` and `Normalize`: same operations, same order.
+    The results are bit-identical to those of torchvision's `ToTensor` and `Normalize`, because the
+    operations and their order are the same.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -107,7 +108,7 @@ class Normalize:
         return images.float().div_(255).sub_(self.mean).div_(self.std)
 
     def to(self, device: torch.device) -> "Normalize":
-        """Return a copy for images on a device."""
+        """Return a copy that normalises images on a device."""
         moved = Normalize([], [])
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
@@ -125,9 +126,9 @@ class CropFlip:
     `RandomHorizontalFlip()`, but for a whole batch of uint8 images at once.
 
     Args:
-        padding: The largest shift.
-        flip: Whether to flip.
-        padding_mode: `reflect` mirrors the image at its border, `constant` pads with black.
+        padding: The largest shift, in pixels.
+        flip: Whether to flip images.
+        padding_mode: `reflect` mirrors the image at its border; `constant` pads it with black.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class CropFlip:
         self.padding_mode: PaddingMode = padding_mode
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Sample the crop position and the flip of every image."""
+        """Sample a crop position and a flip for every image."""
         draws: Draws = {
             side: generator.integers(0, 2 * self.padding + 1, samples) for side in ("top", "left")
         }
@@ -146,7 +147,7 @@ class CropFlip:
         return {**draws, "flip": flipped & self.flip}
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Crop and flip a batch (samples, channels, height, width)."""
+        """Crop and flip a batch of shape (samples, channels, height, width)."""
         images, flip, around = inputs.numpy(), draws["flip"], 2 * self.padding
         samples, _, height, width = images.shape
         edge = (self.padding, self.padding)
@@ -158,7 +159,7 @@ class CropFlip:
         return torch.from_numpy(crops[np.arange(samples), :, draws["top"], left])
 
     def apply_on_device(self, inputs: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Crop and flip a batch on its device; slower than `apply` on a CPU."""
+        """Crop and flip a batch on its device; on a CPU, `apply` is faster."""
         height, width = inputs.shape[-2:]
         down, down_inside = self._places(draws["top"], height)
         across, across_inside = self._places(draws["left"], width)
@@ -173,7 +174,10 @@ class CropFlip:
         return crops.view(inputs.shape)
 
     def _places(self, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return the source pixels of each crop, mirrored at the border, and which lie inside."""
+        """Return the source pixels of each crop, and whether they lie inside the image.
+
+        Positions outside the image are mirrored at its border.
+        """
         wanted = start.unsqueeze(1) + torch.arange(size, device=start.device) - self.padding
         last = size - 1
         return last - (last - wanted.abs()).abs(), (wanted >= 0) & (wanted <= last)
@@ -182,7 +186,7 @@ class CropFlip:
 def stratified_split(
     indices: Indices, labels: Tensor, share: float, seed: int, class_names: Sequence[str]
 ) -> tuple[Indices, Indices]:
-    """Split samples in two, with the given share of every class in the second split."""
+    """Split samples in two; the second split gets the given share of every class."""
     from sklearn.model_selection import train_test_split  # slow to import
 
     if not 0 < share < 1:
@@ -192,8 +196,8 @@ def stratified_split(
     for name, count in zip(class_names, counts, strict=True):
         if count < 2:
             raise ValueError(
-                f"Every class needs samples in every split, but class {name!r} has {count} of "
-                f"{len(of)}: add samples, merge it with another class, or remove it."
+                f"Every class needs at least 2 samples, but class {name!r} has {count} of {len(of)}: "
+                "add samples, merge it with another class, or remove it."
             )
     if min(share, 1 - share) * len(of) < len(class_names):
         raise ValueError(
@@ -207,7 +211,7 @@ def stratified_split(
             name = class_names[int(present.argmin())]
             raise ValueError(
                 f"Class {name!r} has {counts[present.argmin()]} of the {len(of)} samples to split, "
-                f"too few for a share of {share}: add samples, or merge it with another class."
+                f"which is too few for a share of {share}: add samples, or merge it with another class."
             )
     return first, second
 
@@ -219,13 +223,13 @@ def grouped_split(
     share: float,
     seed: int,
 ) -> tuple[Indices, Indices]:
-    """Split samples in two without splitting groups.
+    """Split samples in two, and keep every group together.
 
     Args:
         indices: The samples.
-        labels: Labels of all samples; stratified as far as the groups allow.
-        groups: Group of every sample, such as a donor.
-        share: Approximate share of the second split.
+        labels: Labels of all samples. The split is stratified as far as the groups allow.
+        groups: The group that every sample belongs to, such as its donor.
+        share: Approximate share of the samples in the second split.
         seed: The random seed.
     """
     from sklearn.model_selection import StratifiedGroupKFold
@@ -233,8 +237,8 @@ def grouped_split(
     number = len(set(groups[indices]))
     if number < 2:
         raise ValueError(
-            f"A split by group needs at least 3 groups in total, {number} left to split: choose "
-            "another `split_by`, or omit it."
+            f"A split by group needs at least 3 groups in total, but only {number} is left to split: "
+            "choose another `split_by`, or omit it."
         )
     folds = StratifiedGroupKFold(min(number, round(1 / share)), shuffle=True, random_state=seed)
     first, second = next(folds.split(indices, labels[indices], groups[indices]))
@@ -254,14 +258,14 @@ def split_images(
         images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
         if len(images) != len(labels):
             raise ValueError(
-                f"The {name} files do not match: {len(images)} images, {len(labels)} labels; "
-                "download them again."
+                f"The {name} files do not match: they contain {len(images)} images but {len(labels)} "
+                "labels. Download them again."
             )
         wrong = labels[(labels < 0) | (labels >= len(class_names))]
         if len(wrong):
             raise ValueError(
-                f"Labels of the {name} files must be in 0 to {len(class_names) - 1}, got "
-                f"{int(wrong[0])}; download them again."
+                f"Labels in the {name} files must be in 0 to {len(class_names) - 1}, got "
+                f"{int(wrong[0])}: download the files again."
             )
     images, labels = tables["train_images"], tables.labels("train_labels")
     test_images, test_labels = tables["test_images"], tables.labels("test_labels")
@@ -275,7 +279,7 @@ def split_images(
 
 @dataclass
 class Windows(Dataset[Batch]):
-    """Windows of a text, as pairs of input bytes and the bytes that follow them.
+    """Windows of text, as pairs of input bytes and the bytes that follow them.
 
     Random windows are drawn for a whole epoch at once, so that a window is a function of (seed,
     epoch, index), independent of batch, worker and rank.
@@ -311,11 +315,13 @@ class Windows(Dataset[Batch]):
 
 
 _CHUNK = 4096  # samples prepared at a time
-_LARGEST_SHARE = 0.25  # share of the free memory
+_LARGEST_SHARE = 0.25  # maximum share of the free device memory
 
 
 class DevicePart:
-    """A split stored on a device: prepared, or raw if it is augmented in every epoch.
+    """A split stored on a device.
+
+    Samples are stored after preparation, or before it if they are augmented in every epoch.
 
     Args:
         part: The split.
@@ -326,10 +332,10 @@ class DevicePart:
         self.part = part
         self.labels = part.labels.to(device)
         rows = np.array_split(np.arange(len(part)), math.ceil(len(part) / _CHUNK))
-        first = _samples(part, rows[0][:1])
+        first = _read_samples(part, rows[0][:1])
         self.inputs = torch.empty((len(part), *first.shape[1:]), dtype=first.dtype, device=device)
         for chunk in rows:
-            self.inputs[chunk[0] : chunk[-1] + 1] = _samples(part, chunk).to(device)
+            self.inputs[chunk[0] : chunk[-1] + 1] = _read_samples(part, chunk).to(device)
         self._normalize: Normalize | None = None
         if isinstance(part.prepare, Normalize) and part.augmentation is not None:
             self._normalize = part.prepare.to(device)
@@ -339,7 +345,7 @@ class DevicePart:
         return len(self.part)
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of the given samples, as `Split.get_batch` does."""
+        """Return the inputs and labels of the given samples, like `Split.get_batch`."""
         index = torch.from_numpy(indices).to(self.labels.device, non_blocking=True)
         inputs = self.inputs[index]
         if isinstance(self.part.augmentation, CropFlip):
@@ -357,20 +363,20 @@ class DevicePart:
 def on_device(part: Samples, device: torch.device | None) -> Samples:
     """Copy a split to a CUDA device if possible; otherwise return it unchanged.
 
-    It stays on the host if it needs more than a quarter of the free memory, or if its augmentation
-    is not available on devices.
+    The split stays on the host if it needs more than a quarter of the free device memory, or if its
+    augmentation cannot run on the device.
     """
     if device is None or device.type != "cuda" or not isinstance(part, Split):
         return part
     normal = isinstance(part.augmentation, CropFlip) and isinstance(part.prepare, Normalize)
     if part.augmentation is not None and not (normal and part.change is None):
         return part
-    size = len(part) * _samples(part, np.arange(1)).nbytes
+    size = len(part) * _read_samples(part, np.arange(1)).nbytes
     free, _ = torch.cuda.mem_get_info(device)
     return DevicePart(part, device) if size <= _LARGEST_SHARE * free else part
 
 
-def _samples(part: Split, indices: Indices) -> Tensor:
-    """Return samples on the CPU, prepared unless they are augmented first."""
+def _read_samples(part: Split, indices: Indices) -> Tensor:
+    """Return samples on the CPU, and prepare them unless they have to be augmented first."""
     augmented = part.augmentation is not None
     return part.table.take(part.rows[indices]) if augmented else part.get_batch(indices)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from dg_lightning.training.checkpoint import checked
+from dg_lightning.training.checkpoint import open_checked
 
 from ._files import Download, DownloadError, Save, Tables, cached_tables, fetch, tables_in_memory
 from ._loader import BatchLoader, rank_and_world_size
@@ -23,7 +23,7 @@ from ._splits import Batch, Split, on_device
 
 
 class PreparedData(pl.LightningDataModule):
-    """A DataModule that saves classes, input shape and scaling in the checkpoint."""
+    """A DataModule that saves its class names, input shape and scaling in the checkpoint."""
 
     _parts: dict[str, Split]
 
@@ -48,13 +48,14 @@ class PreparedData(pl.LightningDataModule):
         return {"class_names": names, "input_shape": shape, **scaling}
 
     def use_preparation(self, preparation: Mapping[str, Any]) -> None:
-        """Prepare samples as in training.
+        """Prepare samples as they were prepared in training.
 
         Args:
-            preparation: From a trained model (`GatedClassifier.preparation`) or another DataModule.
+            preparation: The preparation of a trained model (`GatedClassifier.preparation`) or of
+                another DataModule.
 
         Raises:
-            ValueError: If this data cannot be prepared that way.
+            ValueError: If this data cannot be prepared in the same way.
         """
         for name in ("class_names", "input_shape"):
             trained, here = list(preparation.get(name) or ()), list(getattr(self, name))
@@ -74,15 +75,16 @@ class PreparedData(pl.LightningDataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a DataModule from a checkpoint; see `dg_lightning.trust`.
+        """Load a DataModule from a checkpoint.
 
-        `weights_only=False` disables all checks: loading such a file may run arbitrary code.
+        `weights_only=False` disables all checks, so a file may run arbitrary code when it is
+        loaded. See `dg_lightning.trust`.
         """
         if weights_only is False:
             return super().load_from_checkpoint(
                 checkpoint_path, map_location, hparams_file, False, **kwargs
             )
-        with checked(cls, checkpoint_path, hparams_file) as (file, _, hparams):
+        with open_checked(cls, checkpoint_path, hparams_file) as (file, _, hparams):
             return super().load_from_checkpoint(
                 file, map_location, weights_only=True, **(hparams | kwargs)
             )
@@ -99,7 +101,7 @@ class PreparedData(pl.LightningDataModule):
     def describe_samples(self) -> dict[str, Sequence[Any]]:
         """Return the columns of `predictions.csv` that describe each sample.
 
-        The first column identifies the sample; `true_label` is empty where unknown.
+        The first column identifies the sample. `true_label` is empty if the label is unknown.
         """
         part = self.part_to_predict()
         names = [self.class_names[label] for label in part.labels.tolist()]
@@ -121,14 +123,16 @@ class BaseDataModule(PreparedData):
 
     Args:
         batch_size: Training batch size per rank.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        root: Folder with the datasets; defaults to the environment variable DG_DATA, else `data`.
-        cache_dir: Folder for decoded data; defaults to DG_CACHE, else `.dg_cache` in the root.
-        split_seed: Seed of the split and other one-time sampling, such as silent clips.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
+        root: Folder that contains the datasets. Defaults to the environment variable DG_DATA, or to
+            `data` if it is not set.
+        cache_dir: Folder for decoded data. Defaults to the environment variable DG_CACHE, or to
+            `.dg_cache` in the root if it is not set.
+        split_seed: Seed for the split and for other one-time sampling, such as silent clips.
         num_workers: Worker processes. Samples are already decoded, so 0 is usually best.
         pin_memory: Whether to copy batches into pinned memory.
         device_cache: `auto` keeps samples on the CUDA device if they fit in a quarter of its free
-            memory; `never` copies every batch from the host.
+            memory. `never` copies every batch from the host.
     """
 
     downloads: tuple[Download, ...] = ()
@@ -170,7 +174,7 @@ class BaseDataModule(PreparedData):
 
     @abstractmethod
     def sources(self) -> Sequence[Path | str]:
-        """Return the files to decode, whether they exist or not."""
+        """Return the files to decode, whether or not they exist."""
 
     def settings(self) -> Mapping[str, Any]:
         """Return the settings that decoding depends on."""
@@ -198,13 +202,13 @@ class BaseDataModule(PreparedData):
         self._tables()
 
     def _find_sources(self) -> tuple[list[Any], list[Path]]:
-        """Return identities of the existing files, and the missing files."""
+        """Return values that identify the existing files, and the paths of missing files."""
         there: list[Any] = []
         missing = []
         for path in self.sources():
             try:
                 found = os.stat(path)
-                name = str(path).removeprefix(str(self.root))  # the root may move
+                name = str(path).removeprefix(str(self.root))  # the root may be moved
                 # ctime changes with the content, even if mtime is reset.
                 there.append((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
             except (FileNotFoundError, NotADirectoryError):
@@ -219,7 +223,7 @@ class BaseDataModule(PreparedData):
     def _missing_error(self, missing: Sequence[Path], why: str = "") -> FileNotFoundError:
         """Return an error that names the missing files and how to get them."""
         paths = ", ".join(map(str, missing[:4])) + ", ..." * (len(missing) > 4)
-        fixes = ["give an existing file or folder"]
+        fixes = ["pass an existing file or folder"]
         if downloads := self._downloads_for(missing):
             for download in downloads:
                 if download.folder and (folder := self.root / download.target).exists():
@@ -242,7 +246,7 @@ class BaseDataModule(PreparedData):
                 name = type(self).__name__.removesuffix("DataModule")
                 origin = [files, self.settings()]
                 self._loaded_tables = cached_tables(self.cache_dir, name, origin, self.decode)
-            else:  # in memory or part of a library: no need to cache
+            else:  # the data is in memory or comes with a library
                 self._loaded_tables = tables_in_memory(self.decode)
         return self._loaded_tables
 
@@ -260,8 +264,8 @@ class BaseDataModule(PreparedData):
         """Summarise the split sizes and the accuracy of the majority class."""
         sizes = ", ".join(f"{name} {len(part):,}" for name, part in self._parts.items())
         return (
-            f"{sizes} samples of {self.num_classes} classes; always predicting the most frequent "
-            f"class is right for {self.majority_rate():.1%} of the test samples"
+            f"{sizes} samples in {self.num_classes} classes; always predicting the most frequent "
+            f"class would be right for {self.majority_rate():.1%} of the test samples"
         )
 
     def check_parts(self, parts: Mapping[str, Split]) -> None:
@@ -278,7 +282,7 @@ class BaseDataModule(PreparedData):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the decoded files, such as class names; downloads them if necessary."""
+        """Metadata from decoding, such as class names; downloads the files if necessary."""
         if self._loaded_tables is None:
             self.prepare_data()
         return self._tables().metadata
@@ -365,10 +369,10 @@ class BaseDataModule(PreparedData):
         )
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Return rank and world size among the processes that divide the samples."""
+        """Return the rank and world size among the processes that share the samples."""
         if self.trainer is None:
             return rank_and_world_size()
-        # The strategy knows which ranks see the same samples, as in model parallelism.
+        # In model parallelism, several ranks see the same samples, and the strategy knows which.
         sampler = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return int(sampler["rank"]), int(sampler["num_replicas"])
 
@@ -380,7 +384,7 @@ class BaseDataModule(PreparedData):
 
 
 def check_choice(name: str, value: Choice, *choices: str) -> Choice:
-    """Return a setting; raise ValueError if it is not one of the choices."""
+    """Return a setting, or raise ValueError if it is not one of the choices."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}.")
     return value

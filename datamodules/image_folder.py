@@ -1,4 +1,4 @@
-"""Your own images: a folder with a subfolder for each class."""
+"""Your own images, from a folder with a subfolder for each class."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ from ._fitted import (
 from ._splits import CropFlip, Normalize, Split, stratified_split
 from .base import check_choice
 
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # others, such as EPS, may run code
-_DAMAGED = (OSError, SyntaxError, ValueError)  # raised by Pillow
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # other formats, such as EPS, may run code
+_DAMAGED = (OSError, SyntaxError, ValueError)  # what Pillow raises for a damaged file
 _KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet statistics
 
@@ -67,19 +67,19 @@ class ImageFolderDataModule(FittedDataModule):
         path/<class>/**/*.jpg                    split at random, stratified by class
         path/{train,val,test}/<class>/**/*.jpg   split by folder; missing splits are held out
 
-    Images are scaled and cropped to a square around their centre. They are decoded once and cached.
-    With a checkpoint, `test` uses the labelled images that the model has not seen, and `predict`
-    covers all images, including those of a folder without classes.
+    Images are scaled and centre-cropped to a square. They are decoded once and cached.
+    With a checkpoint, `test` uses the labelled images that the model has not seen. `predict` covers
+    all images, and the folder may contain images without a class.
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        path: The folder; also searched for under the root.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
+        path: The folder, given as a path or relative to the root.
         size: Height and width of the images, in pixels.
         augment: `crop_flip` shifts training images by up to an eighth of their size and flips half
-            of them; `flip` only flips.
+            of them. `flip` only flips images.
         val_share: Share of the images for validation if there is no folder `val`.
-        test_share: Share of the images for the test if there is no folder `test`.
+        test_share: Share of the images for testing if there is no folder `test`.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -147,7 +147,7 @@ class ImageFolderDataModule(FittedDataModule):
         return {name: getattr(self, name) for name in names} | self.preparation_settings()
 
     def _images(self) -> list[_Image]:
-        """Return the images with class and split, if they have one, in a fixed order."""
+        """Return the images in a fixed order, with their class and split if they have one."""
         folders = _folders(self.path)
         given = named_parts((folder.name for folder in folders), f"{self.path}")
         found = [
@@ -178,7 +178,7 @@ class ImageFolderDataModule(FittedDataModule):
             parts = find_parts(prints, fitted.seen)
             parts[parts == ""] = "test"
             parts[labels < 0] = ""
-        reason = "the net was trained on all of its images."
+        reason = "the net was trained on all of them."
         if (labels < 0).all():
             reason = f"no image is in a folder named after a class ({', '.join(names[:10])})."
         save("labels", [labels])
@@ -215,7 +215,7 @@ class ImageFolderDataModule(FittedDataModule):
     def _split(
         self, images: Sequence[_Image], labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[Any]:
-        """Return the split of each image; hold out training images for missing splits."""
+        """Return the split of each image, and hold out training images for missing splits."""
         parts = np.array([image.part or "train" for image in images], dtype=object)
         shares = {"test": self.test_share, "val": self.val_share}
         left = 1.0
@@ -249,11 +249,13 @@ class ImageFolderDataModule(FittedDataModule):
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the subfolders, without links, which could lead anywhere or in circles."""
+    """Return the subfolders, but skip links, because they may lead anywhere or form a cycle."""
     found = []
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and path.exists() and path.is_dir():
-            rank_zero_warn(f"{path} is a link to a folder and is ignored: move the folder there.")
+            rank_zero_warn(
+                f"{path} is a link to a folder and is ignored: replace it with the folder."
+            )
         elif path.is_dir() and not path.name.startswith("."):
             found.append(path)
     return found
@@ -274,7 +276,7 @@ def _walk(folder: Path) -> list[str]:
 
 
 def _as_rgb(image: Any) -> Any:
-    """Return an image as a viewer shows it: upright, on white, with 8 bits per channel."""
+    """Convert an image to upright 8-bit RGB on a white background, as a viewer shows it."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

@@ -1,4 +1,4 @@
-"""Tables: a CSV or Parquet file, or a data frame."""
+"""Tables from a CSV or Parquet file, or from a data frame."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,38 +18,40 @@ _BUNDLED = ("breast_cancer", "diabetes", "iris", "wine")
 
 
 class TabularDataModule(FittedDataModule):
-    """Rows of a table, to predict a class or a number from numbers and categories.
+    """Table rows, for predicting a class or a number from numbers and categories.
 
     Numbers are standardised with the mean and standard deviation of the training rows. Categories
-    (text and booleans) become one input per level. A missing number is replaced by the mean, with
-    another input as its indicator. The split is random, stratified by class, unless `split_by` or
-    `time_column` is given. Rows without a label are not used for training or testing; `predict`
-    covers all rows.
+    (text and booleans) become one input per level. A missing number is replaced by the mean, and
+    another input indicates that it was missing. The split is random and stratified by class, unless
+    `split_by` or `time_column` is set. Rows without a label are not used for training or testing,
+    but `predict` covers all rows.
 
-    Columns, scaling and classes are saved in the checkpoint. With a checkpoint, another file is
+    Columns, scaling and classes are saved in the checkpoint. With a checkpoint, other tables are
     aligned to it by column name, and `test` uses the labelled rows that the model has not seen.
 
-    Without `path`, one of scikit-learn's tables is used. Reference of `breast_cancer`: W. Wolberg,
+    Without `path`, one of scikit-learn's tables is used. Reference for `breast_cancer`: W. Wolberg,
     O. Mangasarian, N. Street, W. Street, "Breast Cancer Wisconsin (Diagnostic)", UCI Machine
     Learning Repository, 1995. Licence: CC BY 4.0.
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        path: A .csv, .tsv (may be compressed) or .parquet file; also searched for under the root.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
+        path: A .csv or .tsv file, which may be compressed, or a .parquet file, given as a path or
+            relative to the root.
         bundled: The table to use without `path`: `breast_cancer`, `iris`, `wine` or, with `task:
             regression`, `diabetes`.
-        label: The column to predict; `target` for a bundled table.
+        label: The column to predict. Defaults to `target` for a bundled table.
         task: Whether labels are classes (`classification`) or numbers (`regression`).
         categories: Numeric columns to treat as categories, such as postal codes.
-        ignore: Columns that are not inputs. They are listed with the predictions, to identify rows.
-        separator: Column separator of the file; depends on its suffix if None.
-        split_by: Column of groups, such as patients, that must not be split; or a column with the
-            values `train`, `val` (held out of `train` if absent) and `test`. It is not an input.
-        time_column: Column of dates or numbers. The latest rows are for the test, those before them
-            for validation. It is not an input.
+        ignore: Columns that are not inputs. They are listed with the predictions to identify rows.
+        separator: Column separator. If None, it follows from the file's suffix.
+        split_by: Column of groups, such as patients, whose rows must stay together. It may also
+            contain the values `train`, `val` and `test`. If `val` is absent, validation rows are
+            held out from `train`. The column is not an input.
+        time_column: Column of dates or numbers. The latest rows are used for testing, and the rows
+            before them for validation. The column is not an input.
         val_share: Share of the rows for validation.
-        test_share: Share of the rows for the test.
+        test_share: Share of the rows for testing.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
 
     >>> data = TabularDataModule(batch_size=32)
@@ -91,7 +93,9 @@ class TabularDataModule(FittedDataModule):
         self.split_by, self.time_column = split_by, time_column
         self.val_share, self.test_share = val_share, test_share
         if split_by is not None and time_column is not None:
-            raise ValueError("`split_by` and `time_column` exclude each other: use one of them.")
+            raise ValueError(
+                "`split_by` and `time_column` exclude each other: use only one of them."
+            )
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "`val_share` and `test_share` must be above 0, with a sum below 1, got "
@@ -101,7 +105,7 @@ class TabularDataModule(FittedDataModule):
 
     @classmethod
     def from_frame(cls, frame: Any, **settings: Any) -> "TabularDataModule":
-        """Return a DataModule for a pandas or polars frame; nothing is written to disk."""
+        """Return a DataModule for a pandas or polars frame, without writing to disk."""
         data = cls(**settings)
         data.label = settings.get("label")
         data._frame = frame.to_pandas() if hasattr(frame, "to_pandas") else frame
@@ -111,7 +115,7 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order: the column, and for a category its level."""
+        """Names of the inputs, in order; for a category, the column and the level."""
         return tuple(name for _, name in self._of_facts().inputs())
 
     @override
@@ -133,7 +137,7 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def target_scale(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of a numeric label in the training rows."""
+        """Mean and standard deviation of a numeric label in the training rows; None for classes."""
         target = self._of_facts().target
         return None if target is None else (target[0], target[1])
 
@@ -168,7 +172,7 @@ class TabularDataModule(FittedDataModule):
         return f"the bundled table {self.bundled}" if self.path is None else str(self.path)
 
     def read(self, as_text: bool = False) -> Any:
-        """Return the raw table as a pandas frame; with `as_text`, keep the text of CSV values."""
+        """Return the raw table as a pandas frame; with `as_text`, leave CSV values as text."""
         if self._frame is not None:
             return self._frame
         if self.path is not None:
@@ -192,9 +196,11 @@ class TabularDataModule(FittedDataModule):
         if fits and not self.class_names:
             for name, part in parts.items():
                 if len(part) < 2:
-                    raise ValueError(f"The {name} split has {len(part)} rows: add rows.")
+                    raise ValueError(
+                        f"The {name} split must have at least 2 rows, got {len(part)}: add rows."
+                    )
             return
-        # With groups or times, only the training split must contain every class.
+        # If rows are split by group or time, only the training split must contain every class.
         is_free = self.split_by is None and self.time_column is None
         super().check_parts(parts if is_free or not fits else {"train": parts["train"]})
 

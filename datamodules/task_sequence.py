@@ -1,4 +1,4 @@
-"""Sequences of tasks from any image DataModule."""
+"""Sequences of tasks, built from any image DataModule."""
 
 import math
 from bisect import bisect_right
@@ -25,7 +25,7 @@ Course: TypeAlias = Literal["abrupt", "gradual", "recurring"]
 
 
 def permuted(seed: int, task: int) -> Change:
-    """Return a change that permutes the pixels of all images alike."""
+    """Return a change that permutes the pixels of all images in the same way."""
 
     def permute(images: Tensor, rows: Indices) -> Tensor:
         flat = images.flatten(1)
@@ -41,7 +41,7 @@ def rotated(degrees: float) -> Change:
 
     def rotate(images: Tensor, rows: Indices) -> Tensor:
         height, width = images.shape[-2:]
-        # In units of half an image, a pixel is longer on the shorter side.
+        # Coordinates range over [-1, 1], so a pixel spans more of the shorter side.
         matrix = [[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]]
         theta = torch.tensor(matrix).expand(len(images), -1, -1)
         grid = F.affine_grid(theta, list(images.shape), align_corners=False)
@@ -51,7 +51,10 @@ def rotated(degrees: float) -> Change:
 
 
 def drifted(kind: Drift, severity: float, seed: int) -> Change:
-    """Return a drift with a severity from 0 to 1; an image's change depends on seed and row."""
+    """Return a drift of a severity from 0 to 1.
+
+    The change of an image depends only on the seed and on its row.
+    """
 
     def change(images: Tensor, rows: Indices) -> Tensor:
         largest = 1.0 if images.is_floating_point() else 255.0
@@ -80,7 +83,7 @@ def _mean_of_neighbours(x: Tensor) -> Tensor:
 
 
 def _occluded(x: Tensor, severity: float, generators: Sequence[np.random.Generator]) -> Tensor:
-    """Black out a square in every image, of up to half its shorter side."""
+    """Black out a square in every image, up to half as wide as the image's shorter side."""
     height, width = x.shape[-2:]
     side = round(severity * min(height, width) / 2)
     for image, generator in zip(x, generators, strict=True):
@@ -90,7 +93,7 @@ def _occluded(x: Tensor, severity: float, generators: Sequence[np.random.Generat
 
 
 def severities(course: Course, tasks: int) -> list[float]:
-    """Return the severity of a drift in each task.
+    """Return the severity of the drift in each task.
 
     >>> severities("gradual", 3), severities("recurring", 4)
     ([0.0, 0.5, 1.0], [0.0, 1.0, 0.0, 1.0])
@@ -116,7 +119,7 @@ class TaskParts:
         return self.ends[-1]
 
     def get_batch(self, indices: Indices, seed: int = 0, epoch: int = 0) -> Batch:
-        """Return inputs and labels of the given samples, task by task."""
+        """Return the inputs and labels of the given samples, grouped by task."""
         starts = [0, *self.ends[:-1]]
         of = np.searchsorted(self.ends, indices, side="right")
         batches = [
@@ -128,7 +131,7 @@ class TaskParts:
 
 
 class TaskLoader(BatchLoader):
-    """A loader of `TaskParts`, each batch of which has samples of only one task."""
+    """Loads `TaskParts` in batches that contain samples from only one task."""
 
     part: TaskParts
 
@@ -139,7 +142,7 @@ class TaskLoader(BatchLoader):
         return ends
 
     def task_of(self, batch: int) -> int:
-        """Return the task of a batch, as its position in `TaskParts`."""
+        """Return the task that a batch belongs to, as a position in `TaskParts`."""
         return bisect_right(self.part.ends, self._batch_ends(0)[batch] - 1)
 
 
@@ -154,20 +157,21 @@ class TaskSequence(BaseDataModule):
 
     The Trainer's epochs are divided evenly among the tasks. It must reload the data for each task:
     `Trainer(max_epochs=10, reload_dataloaders_every_n_epochs=1)`. Validation and test cover the
-    tasks one after another, in batches of a single task. A run can be resumed at any step.
+    tasks one after another, and each batch belongs to a single task. A run can be resumed at any
+    step.
 
     Args:
         data: The DataModule with the images.
         kind: `split`: each task has different classes. `permuted`: each task but the first permutes
-            the pixels differently. `rotated`: tasks rotate images in equal steps, by less than 180
-            degrees. `drift`: images are degraded; see `drift` and `course`.
+            the pixels differently. `rotated`: each task rotates images further by the same angle,
+            always by less than 180 degrees. `drift`: images are degraded; see `drift` and `course`.
         tasks: Number of tasks.
         labels: `task`: a model may know the task of every sample. `domain`: the task is unknown,
-            and its classes are numbered from 0. `class`: the task is unknown, and each task has
-            different classes (for `split`).
-        evaluate: Tasks to validate on: `all`, those `seen` so far, or the `current` one.
+            and the classes of each task are numbered from 0. `class`: the task is unknown, and each
+            task has different classes. `class` needs the kind `split`.
+        evaluate: Tasks to validate on: `all` tasks, the tasks `seen` so far, or the `current` task.
         joint: Whether every task trains on the samples of all tasks, as an upper bound.
-        task_seed: Seed of the permutations and drifts.
+        task_seed: Seed for the permutations and drifts.
         drift: How images are degraded: `noise`, `blur`, `contrast` or `occlusion`.
         course: `abrupt`: all tasks but the first are degraded. `gradual`: each task is degraded
             more than the one before. `recurring`: every second task is degraded.
@@ -208,11 +212,11 @@ class TaskSequence(BaseDataModule):
         self.course = check_choice("course", course, "abrupt", "gradual", "recurring")
         if labels == "class" and kind != "split":
             raise ValueError(
-                f"`labels: class` needs `kind: split`, got {kind!r}, whose tasks all have the same "
-                "classes: use `task` or `domain`."
+                f"`labels: class` needs `kind: split`, got {kind!r}, where all tasks have the same "
+                "classes: use `labels: task` or `labels: domain`."
             )
         self._by_task: list[dict[str, Split]] = []
-        self._seed: int | None = None  # seed of the sample order, kept by a resumed run
+        self._seed: int | None = None  # determines the sample order; a resumed run keeps it
         self._loaders: dict[str, TaskLoader] = {}
 
     # Interface for callbacks; see `dg_lightning.continual.TaskData`.
@@ -224,7 +228,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def current_task(self) -> int:
-        """The task of the current epoch; the first task without a Trainer."""
+        """The task of the current epoch; without a Trainer, the first task."""
         if self.trainer is None or not self.trainer.max_epochs:
             return 0
         return min(
@@ -232,19 +236,19 @@ class TaskSequence(BaseDataModule):
         )
 
     def task_of(self, part: str, batch: int) -> int:
-        """Return the task of a batch of `val` or `test`."""
+        """Return the task that a batch of `val` or `test` belongs to."""
         if part not in self._loaders:
             self._loader(part)
         return self._evaluated(part).start + self._loaders[part].task_of(batch)
 
     def classes_of(self, task: int) -> tuple[int, ...] | None:
-        """Return the classes of a task; None if all tasks have the same classes."""
+        """Return the classes of a task, or None if all tasks have the same classes."""
         if self.kind != "split" or self.labels == "domain":
             return None
         return tuple(self._groups()[task].tolist())
 
     def _groups(self) -> list[Any]:
-        """Return the classes of each task, in the order of the data."""
+        """Return the classes of each task, in label order."""
         if self.tasks > self.data.num_classes:
             raise ValueError(
                 f"`tasks` must be at most the {self.data.num_classes} classes of "
@@ -261,7 +265,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Class names; names of several tasks that share a label are joined."""
+        """Class names; if classes of several tasks share a label, their names are joined."""
         names = self.data.class_names
         if self.kind != "split" or self.labels != "domain":
             return names
@@ -306,12 +310,12 @@ class TaskSequence(BaseDataModule):
         epochs, reload = trainer.max_epochs, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not epochs or epochs < 0 or epochs % self.tasks:
             raise ValueError(
-                f"`max_epochs` must be a multiple of the {self.tasks} tasks, which have equal "
-                f"numbers of epochs, got {epochs}."
+                f"`max_epochs` must be a multiple of the {self.tasks} tasks, so that each task gets "
+                f"the same number of epochs, got {epochs}."
             )
         if reload < 1 or epochs // self.tasks % reload:
             raise ValueError(
-                "`reload_dataloaders_every_n_epochs` must load the data of each task, got "
+                "`reload_dataloaders_every_n_epochs` must reload the data for each task, got "
                 f"{reload}: set it to 1."
             )
 
@@ -326,7 +330,7 @@ class TaskSequence(BaseDataModule):
             for name, part in of_task.items():
                 if not len(part):
                     raise ValueError(
-                        f"Task {task} has no samples in the {name} split: dataset incomplete."
+                        f"Task {task} has no samples in the {name} split: the dataset is incomplete."
                     )
         return self._by_task[0]
 
@@ -351,7 +355,7 @@ class TaskSequence(BaseDataModule):
 
     @override
     def check_parts(self, parts: Mapping[str, Split]) -> None:
-        """Accept all splits, because a task may lack classes."""
+        """Accept all splits, because a task does not have to contain every class."""
 
     @override
     def describe_parts(self) -> str:
@@ -359,10 +363,10 @@ class TaskSequence(BaseDataModule):
             f"{name} {sum(len(of_task[name]) for of_task in self._by_task):,}"
             for name in self._by_task[0]
         )
-        return f"{self.tasks} tasks ({self.kind}), {sizes} samples in all tasks together"
+        return f"{self.tasks} tasks ({self.kind}), {sizes} samples across all tasks"
 
     def _evaluated(self, part: str) -> range:
-        """Return the tasks that a split covers."""
+        """Return the tasks whose samples a split contains."""
         fits = self.trainer is not None and self.trainer.state.fn == "fit"
         if part == "test" or self.evaluate == "all" or not fits:
             return range(self.tasks)
@@ -370,7 +374,7 @@ class TaskSequence(BaseDataModule):
 
     @override
     def part(self, name: str) -> Any:
-        """Return the samples of all tasks; for `val`, of the tasks that are evaluated now."""
+        """Return the samples of all tasks, or for `val` those of the tasks to evaluate now."""
         super().part(name)
         tasks = range(self.tasks) if name == "train" else self._evaluated(name)
         return TaskParts([self._by_task[task][name] for task in tasks])

@@ -26,7 +26,7 @@ _WORDS: dict[Any, str] = {
 def checked(init: Callable[P, None]) -> Callable[P, None]:
     """Check a constructor's arguments against their annotations.
 
-    Numbers must be finite; strings, lists and dicts must not be empty.
+    Numbers must be finite. Strings, lists and dicts must not be empty.
 
     >>> class Every:
     ...     @checked
@@ -80,7 +80,7 @@ def renamed(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def percent(text: str) -> float | None:
-    """Convert text such as "30%" to a fraction; None for other text.
+    """Convert text such as "30%" to a fraction. Return None for any other text.
 
     >>> percent("30%"), percent("5 %"), percent("30")
     (0.3, 0.05, None)
@@ -92,7 +92,7 @@ def percent(text: str) -> float | None:
 def warn_of_fraction(name: str, value: float, stacklevel: int = 3) -> None:
     """Warn about a fraction given as a float, which is easily mistaken for a count."""
     warnings.warn(
-        f"`{name}={value}` is a fraction: write '{100 * value:g}%'.",
+        f"`{name}={value}` is a fraction: write it as '{100 * value:g}%'.",
         DeprecationWarning,
         stacklevel,
     )
@@ -104,7 +104,7 @@ def check_fields(instance: Any) -> None:
 
 
 def as_dataclass(name: str, value: Any, kind: type[T]) -> T:
-    """Return `value` as a dataclass, built from a dict of its fields if necessary."""
+    """Return `value` as an instance of the dataclass `kind`, converting a dict of fields."""
     if isinstance(value, kind):
         return value
     try:
@@ -142,7 +142,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
-    if dataclasses.is_dataclass(hint):  # a dict holds its fields, as in a config
+    if dataclasses.is_dataclass(hint):  # configs pass dataclasses as dicts of fields
         return isinstance(value, dict | hint)
     if hint is str:
         return isinstance(value, str) and bool(value)
@@ -150,7 +150,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Describe in words the values that an annotation allows."""
+    """Describe the values that an annotation allows."""
     *most, last = _alternatives(hint)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -162,7 +162,7 @@ def _alternatives(hint: Any) -> list[str]:
     if kind is Literal:
         return [str(one) for one in inner]
     if kind is list:
-        return [f"a non-empty list, each {_words(inner[0])}"]
+        return [f"a non-empty list, with each item {_words(inner[0])}"]
     if kind is dict:
-        return [f"a non-empty dict by name, each {_words(inner[1])}"]
+        return [f"a non-empty dict, with each value {_words(inner[1])}"]
     return [_WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")]

@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 
 class CLIError(SystemExit):
-    """Exits the program: status 2 for a user error, 1 for a failed run."""
+    """Exits the program with status 2 for a user error, or 1 for a failed run."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(status)
@@ -16,7 +16,10 @@ class CLIError(SystemExit):
 
 
 def cli_error(message: str, cause: BaseException | None = None, status: int = 2) -> CLIError:
-    """Print the message and return the exception to raise; `DG_TRACEBACK=1` shows the cause."""
+    """Print the message and return the exception to raise.
+
+    If the environment variable `DG_TRACEBACK` is set, also print the traceback of the cause.
+    """
     if cause is not None and os.environ.get("DG_TRACEBACK"):
         traceback.print_exception(cause)
     if getattr(rank_zero_only, "rank", 0) == 0:

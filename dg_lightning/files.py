@@ -16,7 +16,7 @@ from typing_extensions import override
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to the target; it replaces the target on success.
+    """Yield a temporary path whose file replaces the target on success.
 
     >>> import tempfile
     >>> target = Path(tempfile.mkdtemp(), "a.txt")
@@ -25,13 +25,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
     >>> target.read_text()
     'new'
     """
-    path = path.resolve()  # a link stays, and its target is replaced
+    path = path.resolve()  # replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         yield unfinished
         with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())  # otherwise a crash may lose the content
+            os.fsync(file.fileno())  # without this, a crash may lose the content
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -49,12 +49,13 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
 
     Args:
         path: The lock file, created if missing.
-        what: What a process does while it holds the lock, for messages.
+        what: What a process does while it holds the lock, such as "starts a run". Used in messages.
         limit: Seconds to wait for another process.
         remove: Whether to remove the file afterwards.
 
     Raises:
-        ValueError: If another process holds the lock for longer, or the file cannot be locked.
+        ValueError: If another process holds the lock for longer than `limit`, or the file cannot
+            be locked.
     """
     lock = FileLock(path)
     try:
@@ -62,13 +63,13 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
     except OSError as error:
         if not isinstance(error, Timeout):
             raise ValueError(f"{path} cannot be locked ({error}): use another folder.") from error
-        rank_zero_info(f"Waiting for another process, which {what} and has locked {path}")
+        rank_zero_info(f"Waiting for another process that {what} and has locked {path}")
         try:
             lock.acquire(timeout=limit)
         except Timeout as error:
             raise ValueError(
-                f"Another process {what} and has locked {path} for {limit:.0f} s: wait for it, or "
-                "stop it."
+                f"Another process {what} and has held the lock on {path} for over {limit:.0f} s: "
+                "wait for it to finish, or stop it."
             ) from error
     try:
         yield
@@ -79,7 +80,7 @@ def locked(path: Path, what: str, limit: float, remove: bool = False) -> Iterato
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[Any]]) -> None:
-    """Write a CSV table atomically, with every cell passed through `csv_cell`."""
+    """Write a CSV table atomically, passing every cell through `csv_cell`."""
     with (
         atomic_write(path) as unfinished,
         unfinished.open("w", newline="", encoding="utf-8") as file,
@@ -93,7 +94,7 @@ _SKIPPED = "' \t\r\n\v\f\ufeff\u00a0\u3000"  # characters that spreadsheets igno
 def csv_cell(value: Any) -> Any:
     """Return a value that spreadsheets do not read as a formula.
 
-    Text that begins like a formula gets an apostrophe in front.
+    Text that starts like a formula is prefixed with an apostrophe.
 
     >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell(None)
     ("'=1+1", '-0.5', -0.5, '')
@@ -110,7 +111,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def from_csv_cell(text: str) -> str:
-    """Return the original text of a `csv_cell`.
+    """Return the original text of a cell written with `csv_cell`.
 
     >>> from_csv_cell("'=1+1"), from_csv_cell("'quoted'")
     ('=1+1', "'quoted'")
@@ -121,11 +122,12 @@ def from_csv_cell(text: str) -> str:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically, so that a full disk cannot destroy the previous one.
 
-    Lightning writes to the temporary folder and copies from there, which truncates the last good
-    checkpoint if the disk is full.
+    Lightning writes to the temporary folder and then copies the file over the previous checkpoint,
+    which is truncated if the disk is full.
 
     Args:
-        read: Checkpoints that were already read and checked, by path. They are not read again.
+        read: Checkpoints that have already been read and checked, keyed by path. They are not read
+            again.
 
     >>> import lightning.pytorch as pl
     >>> trainer = pl.Trainer(plugins=[AtomicCheckpointIO()], accelerator="cpu", logger=False)

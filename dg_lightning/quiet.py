@@ -9,7 +9,7 @@ _VARIABLE = "DG_QUIET"  # an environment variable, so that worker processes inhe
 
 
 def is_quiet() -> bool:
-    """Return True in quiet mode."""
+    """Return True if quiet mode is on."""
     return _VARIABLE in os.environ
 
 

@@ -9,7 +9,7 @@ _LIBRARIES = ("torch", "lightning", "torchmetrics", "numpy")
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of this package and its main dependencies, by name.
+    """Return the versions of this package and its main dependencies, keyed by package name.
 
     >>> "torch" in versions()
     True
@@ -18,6 +18,6 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
     for name in (*_LIBRARIES, *more):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # not installed
+        except PackageNotFoundError:
             continue
     return found

@@ -30,7 +30,7 @@ from dg_lightning.quiet import quietly
 T = TypeVar("T")
 
 
-def run_report(args: list[str]) -> None:
+def report_command(args: list[str]) -> None:
     """Run `dg-lightning report`."""
     from dg_lightning.study.report import write_report
 
@@ -89,7 +89,7 @@ def _save_workspace(name: str, output: str | None) -> None:
     )
 
 
-def run_study(args: list[str]) -> None:
+def study_command(args: list[str]) -> None:
     """Run `dg-lightning study`."""
     _require_optuna("study")
     from dg_lightning.study import Study, run_study
@@ -98,7 +98,7 @@ def run_study(args: list[str]) -> None:
         sys.exit(1)
 
 
-def run_search(args: list[str]) -> None:
+def search_command(args: list[str]) -> None:
     """Run `dg-lightning search`."""
     _require_optuna("search")
     from dg_lightning.study import Search, run_search
@@ -151,7 +151,7 @@ def run(given: list[str]) -> None:
         sys.path.append(os.getcwd())  # as `python -m` does, but last, so that it shadows nothing
         if command in _MODULES:
             # Imported here, because training does not need it.
-            getattr(import_module(_MODULES[command]), f"run_{command}")(rest)
+            getattr(import_module(_MODULES[command]), f"{command}_command")(rest)
         elif run_command(expand_run(given)).trainer.received_sigterm:
             raise SIGTERMException
     except SIGTERMException:  # Lightning exits with status 0

@@ -24,7 +24,7 @@ from dg_lightning.training.checkpoint import read_checkpoint
 from dg_lightning.training.module import GatedModule
 
 
-def run_convert(args: list[str]) -> None:
+def convert_command(args: list[str]) -> None:
     """Run `dg-lightning convert`."""
     parser = OneLineErrorParser(
         prog="dg-lightning convert",
@@ -85,7 +85,7 @@ def run_convert(args: list[str]) -> None:
         file = output / f"budget_{budget:g}.ckpt"
         _save(model, done[-1], path, file)
         print(f"{done[-1]}: {file}")
-    table = _table(done)
+    table = _budget_table(done)
     write_text(output / "conversion.md", table + "\n")
     print(table)
 
@@ -104,7 +104,7 @@ def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> 
         torch.save(checkpoint, unfinished)
 
 
-def _table(done: Sequence[Converted]) -> str:
+def _budget_table(done: Sequence[Converted]) -> str:
     rows = [["dense", "", f"{done[0].loss_before:.4f}"]]
     rows += [[f"{c.budget:.0%}", f"{c.used:.1%}", f"{c.loss_after:.4f}"] for c in done]
     return markdown_table(["budget", "used", "validation loss"], rows)

@@ -14,7 +14,7 @@ from dg_lightning.files import atomic_write
 from dg_lightning.schedules.schedule import Clock, Curve, collect_plan, find_risks
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.plan_table import Table
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -52,7 +52,7 @@ class PlanningTrainer(pl.Trainer):
         if not curves:
             rank_zero_info("No callback has a schedule: there is nothing to plan.")
             return
-        rich.print(table(curves, clock))
+        rich.print(plan_table(curves, clock))
         for risk in find_risks(curves, clock, model):
             rich.print(f"Risky: {risk}")
         try:
@@ -87,11 +87,11 @@ class PlanningTrainer(pl.Trainer):
         return Clock(int(total), per_epoch)
 
 
-def table(curves: list[Curve], clock: Clock) -> "Table":
+def plan_table(curves: list[Curve], clock: Clock) -> "Table":
     """Return the plan as a table for the terminal, one row per curve."""
     from rich import box
     from rich.markup import escape
-    from rich.table import Table
+    from rich.plan_table import Table
 
     result = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
     result.add_column("schedule", no_wrap=True)

@@ -48,7 +48,7 @@ Run: TypeAlias = Callable[[Tensor], Tensor]
 Batches: TypeAlias = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 
 
-def run_export(args: list[str]) -> None:
+def export_command(args: list[str]) -> None:
     """Run `dg-lightning export`."""
     for torch_internal in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
         warnings.filterwarnings("ignore", torch_internal)

@@ -24,7 +24,7 @@ from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 _SHOWN_GENES = 6  # genes per cell type in the terminal
 
 
-def run_features(args: list[str]) -> None:
+def features_command(args: list[str]) -> None:
     """Run `dg-lightning features`."""
     parser = OneLineErrorParser(
         prog="dg-lightning features",
@@ -129,7 +129,7 @@ def _write_columns(net: GatedMLP, data: Any, output: Path) -> None:
     rows.sort(key=lambda row: (row[2] == 0, -row[3]))
     head = ("column", "inputs", "kept", f"loss_of_{'r2' if measure == 'R²' else measure}")
     write_csv(output, [head, *((*row[:3], f"{row[3]:.6g}") for row in rows)])
-    rich.print(_table(rows, measure))
+    rich.print(_column_table(rows, measure))
     used = sum(row[2] > 0 for row in rows)
     picture = _draw(rows, measure, output.with_suffix(".png"))
     print(f"{used} of {len(rows)} columns are kept; they are in {output}{picture}.")
@@ -175,7 +175,7 @@ def _shuffled(net: GatedMLP, places: list[int], order: Tensor, x: Tensor) -> Ten
     return outputs
 
 
-def _table(rows: Sequence[tuple[Any, ...]], measure: str) -> Table:
+def _column_table(rows: Sequence[tuple[Any, ...]], measure: str) -> Table:
     table = Table(box=box.SIMPLE)
     table.add_column("column", no_wrap=True)
     for name in ("inputs kept", f"{measure} lost if shuffled"):

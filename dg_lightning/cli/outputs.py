@@ -88,7 +88,7 @@ def print_summary(trainer: Any) -> None:
 
 def to_plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:
     """Return settings as plain values that YAML and JSON can represent."""
-    values: dict[str, Any] = json.loads(parser.dump(settings, format="json"))
+    values: dict[str, Any] = json.loads(parser.dump(settings, format="json", skip_validation=True))
     return values
 
 

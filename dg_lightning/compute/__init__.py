@@ -1,4 +1,4 @@
-"""The compute ledger: exact executed MACs and the metrics derived from them."""
+"""The compute ledger, which counts executed MACs exactly and derives metrics from them."""
 
 from .macs import (
     LinearMap,

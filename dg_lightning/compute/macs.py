@@ -1,4 +1,4 @@
-"""Linear layers and their multiply-accumulates: dense, expected and executed."""
+"""Count the dense, expected and executed multiply-accumulates (MACs) of linear layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from dg_lightning.gates.protocol import (
 )
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_POSITIONS = "dg_positions"  # attribute set on modules
+_POSITIONS = "dg_positions"  # name of an attribute set on modules
 
 
 def is_linear_map(module: nn.Module) -> bool:
     """Return True for a module that multiplies by its weight and does nothing else.
 
-    Excluded are subclasses that override `forward`, subclasses of torch's convolutions, and grouped
+    This excludes subclasses that override `forward`, subclasses of torch's convolutions, and grouped
     convolutions, whose outputs depend on only some of the inputs.
 
     >>> is_linear_map(nn.Conv2d(3, 8, 3)), is_linear_map(nn.Conv2d(8, 8, 3, groups=8))
     (True, False)
     """
     if "weight" not in dict(module.named_parameters(recurse=False)):
-        return False  # computed from other parameters, as by weight_norm or pruning
+        return False  # weight_norm and pruning compute the weight from other parameters
     if isinstance(module, nn.Linear):
         return type(module).forward is nn.Linear.forward
     if isinstance(module, _CONVOLUTIONS):
@@ -37,27 +37,27 @@ def is_linear_map(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return True for Hugging Face's GPT-2 linear layer, whose weight is `(in, out)`."""
+    """Return True for Hugging Face's GPT-2 linear layer, whose weight has shape `(in, out)`."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def as_matrix(module: Any, tensor: Tensor) -> Tensor:
-    """View a tensor of the weight's shape as ``(outputs, inputs, kernel)``."""
+    """View a tensor that has the shape of the weight as ``(outputs, inputs, kernel)``."""
     return tensor.T.unsqueeze(-1) if _is_transposed(module) else tensor.unsqueeze(-1).flatten(2)
 
 
 def weight_axes(module: nn.Module) -> tuple[int, int]:
-    """Return the output axis and the input axis of a layer's weight."""
+    """Return the output axis and the input axis in a layer's weight."""
     return (1, 0) if _is_transposed(module) else (0, 1)
 
 
 def unit_axis(module: nn.Module) -> int:
-    """Return the axis of the units in a layer's inputs and outputs, counted from the end."""
+    """Return the (negative) index of the unit axis in a layer's inputs and outputs."""
     return -1 - len(module.kernel_size) if isinstance(module, _CONVOLUTIONS) else -1
 
 
 def calls_per_sample(module: nn.Module) -> int:
-    """Return how often a layer runs per sample; 1 if unknown."""
+    """Return how often a layer runs per sample, or 1 if this is unknown."""
     count: int = getattr(module, _POSITIONS, 1)
     return count
 
@@ -68,28 +68,28 @@ def knows_calls_per_sample(module: nn.Module) -> bool:
 
 
 def set_calls_per_sample(module: nn.Module, count: int | None) -> None:
-    """Set how often a layer runs per sample; None if unknown.
+    """Set how often a layer runs per sample, or None if this is unknown.
 
-    Stored as a plain attribute, so the module's state dict does not change.
+    The count is stored in a plain attribute, so the module's state dict does not change.
     """
     vars(module).pop(_POSITIONS, None)
     if count is not None:
         vars(module)[_POSITIONS] = count
 
 
-# Modules that the ledger counts, or whose weights are in no matrix product.
+# Modules that the ledger counts, or whose weights are not used in matrix products.
 _COUNTED_OR_FREE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear layer of a network, with the gates on its inputs and outputs.
+    """A linear layer in a network, with the gates on its inputs and outputs.
 
     Args:
         name: Name of the module.
         linear: The module.
-        input_gate: The gate that sets some of its inputs to exactly zero; None if unknown.
-        output_gate: The gate that closes some of its outputs; None if unknown.
+        input_gate: The gate that sets some inputs to exactly zero; None if unknown.
+        output_gate: The gate that closes some outputs; None if unknown.
         skips_rows: Whether closed outputs need not be computed.
     """
 
@@ -101,40 +101,41 @@ class LinearMap:
 
     @property
     def macs_dense(self) -> int:
-        """MACs of the full matrix per sample, over all calls."""
+        """MACs per sample for the full matrix, over all calls."""
         return int(self.linear.weight.numel()) * calls_per_sample(self.linear)
 
     @property
     def connections(self) -> int:
-        """MACs of the existing connections per sample, over all calls."""
+        """MACs per sample for the existing connections, over all calls."""
         mask = connection_mask(self.linear)
         if mask is None:
             return self.macs_dense
         known: int | None = getattr(self.linear, "connection_count", None)
-        # Counting synchronises with the device, so prefer the known count.
+        # Counting forces a device synchronisation, so prefer the known count.
         return (int(mask.sum()) if known is None else known) * calls_per_sample(self.linear)
 
     @property
     def is_gated(self) -> bool:
-        """Whether there is a gate on the inputs or the outputs."""
+        """Whether there is a gate on the inputs or on the outputs."""
         return self.input_gate is not None or self.output_gate is not None
 
     @property
     def is_first_of_gate(self) -> bool:
-        """Whether this layer is the first of those that produce a gate's units."""
+        """Whether this layer is the main producer of a gate's units, rather than a partner."""
         return self.output_gate is not None and self.linear is self.output_gate.feeds.producer
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as ``(outputs, inputs, kernel)``."""
+        """Return a tensor that has the shape of the weight as ``(outputs, inputs, kernel)``."""
         return as_matrix(self.linear, tensor)
 
     def expand_to_units(
         self, of: Callable[[GateLike], Tensor | None], every_output: bool = False
     ) -> list[Tensor | None]:
-        """Return the block values that `of` gives for a gate, per output and per input.
+        """Expand the block values that `of` returns for a gate to outputs and to inputs.
 
-        The value is None if there is no gate. It is also None for outputs that must be computed
-        even if they are closed, unless `every_output` is True.
+        The result is a list of two tensors, for the outputs and for the inputs. A tensor is None if
+        there is no gate. The first one is also None if closed outputs must be computed anyway,
+        unless `every_output` is True.
         """
         ends: list[Tensor | None] = []
         saves = self.skips_rows or every_output
@@ -151,7 +152,7 @@ class LinearMap:
 
 
 def linear_maps(module: nn.Module) -> list[LinearMap]:
-    """Return the linear layers of a module in order, excluding those inside gates.
+    """Return the linear layers in a module in order, excluding layers inside gates.
 
     >>> from dg_lightning import GatedMLP
     >>> [m.name for m in linear_maps(GatedMLP(8, [4], 2, gate={"kind": "static"}))]
@@ -172,9 +173,9 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
 
 
 def executed_macs(linear_map: LinearMap) -> Tensor:
-    """Return the MACs that a layer executed in the last forward pass, int64.
+    """Return the MACs that a layer executed in the last forward pass, as int64.
 
-    One entry per sample, or 0-d if the count is the same for all samples.
+    The result has one entry per sample. It is 0-d if the count is the same for all samples.
     """
     outputs, inputs = linear_map.expand_to_units(_open_blocks)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
@@ -183,7 +184,7 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
         all_outputs, all_inputs, kernel = linear_map.matrix(linear.weight).shape
         pairs = _open_count(inputs, all_inputs) * _open_count(outputs, all_outputs)
         return pairs * (kernel * runs)
-    # Row sums are integers below 2^24, so float32 holds them exactly. Their total may be larger.
+    # Row sums are integers below 2^24, which float32 represents exactly. The total may be larger.
     rows = linear_map.matrix(mask.to(linear.weight.device, torch.float32)).sum(-1)
     if inputs is not None:
         with torch.autocast(rows.device.type, enabled=False):
@@ -195,7 +196,7 @@ def executed_macs(linear_map: LinearMap) -> Tensor:
 
 
 def expected_macs(linear_map: LinearMap) -> Tensor:
-    """Return `executed_macs` with p instead of g, as a fraction of the dense MACs, per sample."""
+    """Return the MACs per sample as a fraction of the dense MACs, with p in place of g."""
     outputs, inputs = linear_map.expand_to_units(_probability)
     linear, mask = linear_map.linear, connection_mask(linear_map.linear)
     if mask is None:
@@ -209,14 +210,14 @@ def expected_macs(linear_map: LinearMap) -> Tensor:
 
 
 def decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
-    """Return the MACs of a gate's decision in the last forward pass, over its open inputs."""
+    """Return the MACs per sample for a gate's decisions in the last pass, over open inputs."""
     before = gate_before(gate, maps)
     inputs = None if before is None else _open_blocks(before).sum(-1) * before.block_size
     return gate.decision_macs(inputs) * decisions(gate)
 
 
 def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
-    """Return `decision_macs` with p instead of g, as a fraction of a decision over all inputs."""
+    """Return the expected MACs of a decision, as a fraction of a decision over all inputs."""
     before = gate_before(gate, maps)
     p = None if before is None else _probability(before)
     inputs = None if before is None or p is None else p.sum(-1) * before.block_size
@@ -224,31 +225,31 @@ def expected_decision_macs(gate: GateLike, maps: Sequence[LinearMap]) -> Tensor:
 
 
 def dense_decision_macs(gate: GateLike) -> int:
-    """Return the MACs per sample of a gate's decisions over all its inputs."""
+    """Return the MACs per sample for a gate's decisions, with all inputs open."""
     return int(gate.decision_macs()) * decisions(gate)
 
 
 def decisions(gate: GateLike) -> int:
-    """Return how often a gate decides per sample; 1 if unknown."""
+    """Return how often a gate decides per sample, or 1 if this is unknown."""
     producer = gate.feeds.producer
     return 1 if producer is None else calls_per_sample(producer)
 
 
 def gate_before(gate: GateLike, maps: Sequence[LinearMap]) -> GateLike | None:
-    """Return the gate on the inputs of a gate's layer, which the GateNet reads too."""
+    """Return the gate before this one, which gates the inputs that its GateNet reads."""
     return next((m.input_gate for m in maps if m.linear is gate.feeds.producer), None)
 
 
 def needed_parameters(module: nn.Module) -> int:
-    """Count the parameters needed in deployment, given the last forward pass.
+    """Count the parameters needed in deployment, based on the last forward pass.
 
     Missing connections can be removed, and so can rows and columns that static gates close. Units
-    behind input-dependent gates cannot.
+    with input-dependent gates cannot be removed.
 
     >>> from dg_lightning import GatedMLP
     >>> mlp = GatedMLP(8, [4], 2, gate={"kind": "static"}).eval()
     >>> _ = mlp.hidden[0].gate.logit.data[:3].fill_(-1), mlp(torch.zeros(1, 8))
-    >>> needed_parameters(mlp)  # 8 + 1 for the open unit, 2 x 1 + 2 for the output
+    >>> needed_parameters(mlp)  # 8 + 1 for the open unit, and 2 x 1 + 2 for the output layer
     13
     """
     maps = linear_maps(module)
@@ -276,7 +277,7 @@ def needed_parameters(module: nn.Module) -> int:
 
 
 def uncounted_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with weights that the ledger cannot count, by name."""
+    """Return the modules, keyed by name, whose weights the ledger cannot count."""
     known = gate_submodules(module) | {m.linear for m in linear_maps(module)}
     return {
         plain_name(name) or type(child).__name__: child
@@ -288,16 +289,16 @@ def uncounted_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def gate_submodules(module: nn.Module) -> set[nn.Module]:
-    """Return all gates of a module and their submodules."""
+    """Return all gates in a module, and their submodules."""
     gates = gate_layers(module, required=False).values()
     return {child for gate in gates if isinstance(gate, nn.Module) for child in gate.modules()}
 
 
 def _open_blocks(gate: GateLike) -> Tensor:
-    """Return the open blocks of the last forward pass, bool ``(..., blocks)``."""
+    """Return which blocks were open in the last forward pass, as bool ``(..., blocks)``."""
     if gate.gate is None:
         raise RuntimeError(
-            f"A gate of {gate.units} units has not run, so its MACs are unknown: run the whole net "
+            f"A gate with {gate.units} units has not run, so its MACs are unknown: run the whole net "
             "first."
         )
     return gate.gate.detach() != 0

@@ -1,4 +1,4 @@
-"""The compute ledger: a torchmetrics metric and its report."""
+"""The compute ledger, a torchmetrics metric, and its report."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCompute:
-    """Compute of one layer, averaged over samples."""
+    """The compute that one layer uses, averaged over samples."""
 
     name: str
     macs_dense: int = 0
@@ -39,25 +39,30 @@ class LayerCompute:
     open_rate_p: float | None = None
     dead_units: int | None = None  # units closed for every sample
     density: float = 1.0
-    is_map: bool = True  # False: an input gate, which costs only its decision
+    is_map: bool = True  # False for an input gate, which costs only its decision
+
+    def open_rate(self, kind: str) -> float:
+        """Return the open rate by `g` or `p`, which is 1 without a gate."""
+        rate = self.open_rate_g if kind == "g" else self.open_rate_p
+        return 1.0 if rate is None else rate
 
 
 @dataclass(frozen=True)
 class ComputeReport:
-    """Compute of a network: layers, totals and the paper's proxies."""
+    """The compute that a network uses, by layer, in total and as the paper's proxies."""
 
     layers: tuple[LayerCompute, ...]
     uncounted: tuple[str, ...] = ()  # modules whose MACs are not included
-    other_macs: int = 0  # convolutions, attention etc., which gates do not reduce
+    other_macs: int = 0  # MACs that gates do not reduce, such as attention
 
     @property
     def macs_dense(self) -> int:
-        """MACs of the network without gates."""
+        """MACs that the network would use without gates."""
         return sum(layer.macs_dense for layer in self.layers) + self.other_macs
 
     @property
     def gate_macs(self) -> float:
-        """MACs of all gate decisions, over their open inputs."""
+        """MACs for all gate decisions, over open inputs only."""
         return sum(layer.gate_macs for layer in self.layers)
 
     @property
@@ -67,13 +72,13 @@ class ComputeReport:
 
     @property
     def macs_expected(self) -> float:
-        """Expected MACs: `macs` with p instead of g."""
+        """Expected MACs, computed like `macs` with p in place of g."""
         expected = sum(layer.macs_expected + layer.gate_macs_expected for layer in self.layers)
         return expected + self.other_macs
 
     @property
     def macs_as_implemented(self) -> int:
-        """MACs with plain masking, which multiplies by 0 and skips nothing."""
+        """MACs that plain masking uses, which multiplies by 0 and skips nothing."""
         return self.macs_dense + sum(layer.gate_macs_dense for layer in self.layers)
 
     def _hidden(self) -> list[LayerCompute]:
@@ -81,22 +86,25 @@ class ComputeReport:
         return [layer for layer in self.layers if layer.is_map][:-1]
 
     def compute_proxy(self, kind: str) -> float:
-        """Return the paper's ComputeProxy, the mean open rate of hidden layers (`p` or `g`)."""
+        """Return the paper's ComputeProxy, the mean of p or g over hidden layers."""
         hidden = self._hidden()
-        return sum(_rate(layer, kind) for layer in hidden) / len(hidden) if hidden else 1.0
+        return sum(layer.open_rate(kind) for layer in hidden) / len(hidden) if hidden else 1.0
 
     def relative_macs(self, kind: str, *, fused: bool = False) -> float:
-        """Return the paper's RelMAC (`p` or `g`), or RelMAC_fuse, which includes the density."""
+        """Return the paper's RelMAC for p or g. With `fused`, return RelMAC_fuse.
+
+        RelMAC_fuse also takes the density of connections into account.
+        """
         hidden = self._hidden()
         dense = sum(layer.macs_dense for layer in hidden)
         used = sum(
-            layer.macs_dense * _rate(layer, kind) * (layer.density if fused else 1.0)
+            layer.macs_dense * layer.open_rate(kind) * (layer.density if fused else 1.0)
             for layer in hidden
         )
         return used / dense if dense else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by their logged keys."""
+        """Return the metrics under the keys used for logging."""
         return {
             "compute/macs": self.macs,
             "compute/macs_dense": self.macs_dense,
@@ -146,28 +154,23 @@ class ComputeReport:
                 f"{layer.macs_dense:,}",
                 f"{layer.macs:,.0f}",
                 f"{layer.gate_macs:,.0f}",
-                _percent(executed / layer.macs_dense if layer.macs_dense else None),
-                _percent(layer.open_rate_g),
-                _percent(layer.open_rate_p),
+                _format_rate(executed / layer.macs_dense if layer.macs_dense else None),
+                _format_rate(layer.open_rate_g),
+                _format_rate(layer.open_rate_p),
                 "" if layer.dead_units is None else f"{layer.dead_units:,}",
             )
         return table
 
 
-def _rate(layer: LayerCompute, kind: str) -> float:
-    rate = layer.open_rate_g if kind == "g" else layer.open_rate_p
-    return 1.0 if rate is None else rate
-
-
-def _percent(rate: float | None) -> str:
+def _format_rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate:.1%}"
 
 
 class ComputeLedger(Metric):
-    """Accumulates the compute ledger of a network over batches and processes.
+    """Accumulates the MACs that a network executes, over batches and processes.
 
-    Counts of hard gates are exact integers; expected values are kept in float32 as fractions of the
-    dense MACs. `update` reads the gates recorded by the last forward pass.
+    Counts for hard gates are exact integers. Expected values are float32 fractions of the dense
+    MACs. `update` reads the gates recorded in the last forward pass.
 
     Args:
         net: The network whose forward passes are counted.
@@ -212,13 +215,13 @@ class ComputeLedger(Metric):
     @override
     @torch.no_grad()
     def update(self, net: nn.Module, samples: int) -> None:
-        """Add the last forward pass of `net` over `samples` samples."""
+        """Add the last forward pass of `net`, which processed `samples` samples."""
         maps = linear_maps(net)
         gates = gate_layers(net, required=False)
         masks = [gate.gate for gate in gates.values() if gate.gate is not None]
         rows = {mask.shape[:-1].numel() for mask in masks if mask.ndim > 1}
         if len(rows) == 1:
-            (samples,) = rows  # each position of a sequence counts as a sample
+            (samples,) = rows  # each position in a sequence counts as a sample
         self.samples += samples
         for index, linear_map in enumerate(maps):
             self.macs[index] += _total(executed_macs(linear_map), samples)
@@ -234,22 +237,22 @@ class ComputeLedger(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return the mean of every sum over the samples."""
+        """Return the accumulated sums, divided by the number of samples."""
         if not self.samples:
             raise RuntimeError("The ledger has no samples yet: call `update` after a forward pass.")
         states = {name: getattr(self, name) for name in self.names if name != "samples"}
         return {name: state.cpu().double() / self.samples.cpu() for name, state in states.items()}
 
     def report(self, net: nn.Module, whole: WholeNet | None = None) -> ComputeReport:
-        """Return the ledger of all samples so far, reduced over all processes.
+        """Return a report on all samples so far, reduced over all processes.
 
         Args:
             net: The network.
-            whole: Runs of each linear layer per sample and the MACs of other modules. If None, each
-                layer counts as run once, and other modules are not counted.
+            whole: How often each linear layer runs per sample, and the MACs of other modules. If
+                None, each layer counts as run once, and other modules are not counted.
         """
         counted = WholeNet() if whole is None else whole
-        # Torchmetrics squeezes states with one element.
+        # Torchmetrics squeezes tensors with one element, so restore their axis.
         mean = {name: value.reshape(-1) for name, value in self.compute().items()}
         maps = linear_maps(net)
         gates = gate_layers(net, required=False)
@@ -277,7 +280,7 @@ class ComputeLedger(Metric):
         ]
         for index, m in enumerate(maps):
             if (runs := counted.runs.get(m.name, 1.0)) == 0:
-                continue  # counted in `other`
+                continue  # its MACs are in `other`
             layers.append(
                 LayerCompute(
                     m.name,
@@ -285,7 +288,7 @@ class ComputeLedger(Metric):
                     macs=mean["macs"][index].item() * runs,
                     macs_expected=mean["expected"][index].item() * m.macs_dense * runs,
                     density=m.connections / m.macs_dense,
-                    # Count a decision once, with the first layer that it gates.
+                    # Count a decision only once, with the first layer that the gate applies to.
                     **gate_metrics(m.output_gate, runs if m.is_first_of_gate else 0.0),
                 )
             )
@@ -301,10 +304,10 @@ class ComputeLedger(Metric):
 
 
 def _total(value: Tensor, samples: int, item_ndim: int = 0) -> Tensor:
-    """Sum a value over samples, but not over its last `item_ndim` axes.
+    """Sum a value over samples, leaving its last `item_ndim` axes unchanged.
 
-    A value without sample axes is the same for all samples. If rows are not samples, for example
-    after pooling a sequence, every sample counts as the mean over rows.
+    A value without sample axes is the same for all samples. If the number of rows differs from the
+    number of samples, for example after pooling a sequence, every sample counts as the mean row.
     """
     if value.ndim == item_ndim:
         return value * samples

@@ -1,4 +1,4 @@
-"""MACs of a whole network: runs of each linear layer, and the cost of all other modules."""
+"""Count how often each linear layer runs, and the MACs of all other modules in a network."""
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -18,14 +18,15 @@ from dg_lightning.gates.protocol import Feeds, gate_layers
 
 @dataclass(frozen=True)
 class WholeNet:
-    """Compute of a network beyond the MACs of its linear layers.
+    """What a network computes in addition to one run of each linear layer.
 
     Args:
-        runs: Runs of each linear layer per sample, by name: one for each position of a sequence.
-        other: MACs per sample of everything else, such as convolutions.
+        runs: How often each linear layer runs per sample, keyed by layer name. In a sequence, a layer
+            runs once for each position.
+        other: MACs per sample for everything else, such as convolutions.
         uncounted: Modules with weights that ran but that torch's counter does not support.
-        between: MACs per sample of the products between a gate's producers and its consumer, by the
-            gate's name. An example is attention: a closed head saves its share of them.
+        between: MACs per sample for the products between a gate's producers and its consumer, keyed
+            by gate name. In attention, for example, a closed head saves its share of these MACs.
     """
 
     runs: dict[str, float] = field(default_factory=dict)
@@ -35,15 +36,16 @@ class WholeNet:
 
 
 class _NoTracker(nullcontext[None]):
-    """No-op replacement for a FLOP counter's module tracker, which must have `parents`."""
+    """No-op module tracker for a FLOP counter, which needs the attribute `parents`."""
 
     parents = frozenset({"Global"})
 
 
 class FlopRecorder:
-    """Context manager that counts a forward pass with torch's FLOP counter (dense products).
+    """Context manager that counts the FLOPs in a forward pass with torch's counter.
 
-    Computation outside the module and its children, such as a loss or metric, is not counted.
+    Matrix products count as dense. Computation outside the module and its children, such as a loss
+    or a metric, is not counted.
 
     Args:
         module: The network, or a module that contains it.
@@ -59,8 +61,8 @@ class FlopRecorder:
     def __init__(self, module: nn.Module) -> None:
         self._net = module
         self._counter = FlopCounterMode(display=False)
-        # Only the total is needed. Torch's module tracker fails if a Parameter is the input of a
-        # module and gradients are off.
+        # Only the total is needed, and torch's module tracker fails if a module's input is a
+        # Parameter while gradients are disabled.
         self._counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
         self._stack = ExitStack()
         gates = gate_layers(module, required=False)
@@ -76,7 +78,9 @@ class FlopRecorder:
         self._flops = dict.fromkeys(self._tracked, 0)
         self._between = dict.fromkeys(self._gates, 0)
         self._ran: set[str] = set()
-        self._made: dict[str, list[int]] = {}  # other FLOPs when producers ran last, by gate
+        self._made: dict[
+            str, list[int]
+        ] = {}  # gate name -> [other FLOPs when its producers last ran]
         children = [child for child in module.children() if not isinstance(child, Metric)]
         roots = [module, *children]
         self._roots = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
@@ -92,7 +96,7 @@ class FlopRecorder:
                 self._track_between(stack, name, gate.feeds)
             for root in self._roots:
                 self._track_root(stack, root)
-            # The counter sees only plain products: no compiled code, no fused attention.
+            # The counter sees only plain products, so disable compiled code and fused attention.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
@@ -117,9 +121,9 @@ class FlopRecorder:
     def _track_between(self, stack: ExitStack, name: str, feeds: Feeds) -> None:
         """Count the products between a gate's producers and its consumer.
 
-        Counting starts after the first producer if the innermost module around them has no other
-        linear layers, because relative-position attention multiplies before the last producer has
-        run. Otherwise it starts after the last producer.
+        Counting starts after the first producer if the innermost module around the producers has no
+        other linear layers, because relative-position attention multiplies before the last producer
+        has run. Otherwise, counting starts after the last producer.
         """
         if not feeds.scales_between:
             return
@@ -144,7 +148,7 @@ class FlopRecorder:
         stack.callback(feeds.consumers[0].register_forward_pre_hook(on_enter).remove)
 
     def _home_of(self, feeds: Feeds) -> nn.Module | None:
-        """Return the innermost module around a gate's producers; None if it has other layers."""
+        """Return the innermost module around a gate's producers, or None if it has other layers."""
         producers = set(feeds.producers)
         homes = [m for m in self._net.modules() if producers <= set(m.modules())]
         home = homes[-1]
@@ -156,7 +160,7 @@ class FlopRecorder:
 
         def on_enter(*_: Any) -> None:
             if not self._depth:
-                # Reset counts whose consumer did not run in an earlier pass.
+                # Reset the counts of gates whose consumer did not run in an earlier pass.
                 for made in self._made.values():
                     made.clear()
             self._depth += 1
@@ -165,7 +169,7 @@ class FlopRecorder:
         def on_exit(*_: Any) -> None:
             self._depth -= 1
             inside = self._counter.get_total_flops() - before.pop()
-            self._total += 0 if self._depth else inside  # count the outermost call only
+            self._total += 0 if self._depth else inside  # only count the outermost call
 
         stack.callback(root.register_forward_pre_hook(on_enter).remove)
         stack.callback(root.register_forward_hook(on_exit).remove)
@@ -179,15 +183,15 @@ class FlopRecorder:
         self._stack.close()
 
     def _counted(self) -> int:
-        """Return the FLOPs of linear layers and gates."""
+        """Return the FLOPs used by linear layers and gates."""
         return sum(self._flops[name] for name in (*self._maps, *self._gates, *self._runners))
 
     def result(self, samples: int) -> WholeNet | None:
         """Return the counts per sample, or None if a gated layer was not called as a module.
 
-        An ungated layer that was not called, such as the output projection of torch's attention,
-        has 0 runs, and its MACs are in `other`. Layers whose weights a gate's `runner` uses run as
-        often as the gate decides.
+        An ungated layer that was not called, such as the output projection in torch's attention,
+        has 0 runs, and its MACs are in `other`. If a gate has a `runner`, the layers whose weights
+        the runner uses count as run once for each decision of the gate.
         """
         runs = {
             name: self._flops[name] / (2 * m.macs_dense * samples) for name, m in self._maps.items()

@@ -1,13 +1,13 @@
-"""Gates: a logit becomes a probability, a probability becomes a gate.
+"""Gates turn a logit into a probability, and the probability into a gate.
 
 A gate decides, before a layer's matrix product, which of the layer's units run::
 
     z = logit            one per unit (static) or GateNet(h) (input-dependent)
-    p = sigmoid(z / τ)   the probability that the unit is open; penalties act on it
-    g = policy(p)        the factor applied to the unit; always 0 or 1 in evaluation
+    p = sigmoid(z / τ)   the probability that the unit is open, which penalties act on
+    g = policy(p)        the factor applied to the unit, always 0 or 1 in evaluation
 
-The backward pass of a hard gate is that of `p` (straight-through estimator), so the
-logit of a closed unit also receives the gradient of the loss.
+In the backward pass, a hard gate has the gradient of `p` (straight-through estimator), so
+the loss also reaches the logits of closed units.
 
 Reference: Y. I. Choi, "DynamicGate-MLP", 2025, sections 3.1 to 3.5.
 """

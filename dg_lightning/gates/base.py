@@ -1,4 +1,4 @@
-"""Base class of all gates: probability, policy, floor, state."""
+"""Base class of all gates, with their probability, policy, floor and state."""
 
 import math
 import warnings
@@ -40,27 +40,29 @@ class GateOptions(TypedDict, total=False):
 class Gate(nn.Module, ABC):
     """Base class of static and input-dependent gates.
 
-    A forward pass stores `probability` and `gate`, one entry per block, with their graph; it has no
-    other side effect. All arithmetic is in float32 (or wider), even under autocast and in
+    A forward pass stores `probability` and `gate`, with one entry per block and with their graph.
+    It has no other side effects. All arithmetic is in float32 or wider, even under autocast and in
     half-precision models.
 
     Args:
         units: Number of gated units.
         block_size: Number of neighbouring units that share one gate.
-        policy: How `p` becomes `g` in training. `threshold`: 1 where p > threshold. `top_k`: 1 for
-            the k largest. `bernoulli`: sampled with probability p, per input. `soft`: p itself.
-            `concrete`: a relaxed sample in (0, 1). `hard_concrete`: a relaxed sample clipped to
-            [0, 1]; p is then the probability that it is not 0. Evaluation is always hard.
-        k: Number of open gates for `top_k`: a count such as 8, or a share such as "25%".
-        temperature: τ, a 0-d buffer, so changing it never triggers a recompilation.
-        threshold: θ, a 0-d buffer.
+        policy: How `p` becomes `g` in training. `threshold` gives 1 if p > threshold. `top_k` gives
+            1 for the k largest p. `bernoulli` samples 0 or 1 with probability p for each input.
+            `soft` uses p. `concrete` draws a relaxed sample in (0, 1). `hard_concrete` clips a
+            relaxed sample to [0, 1], and p is the probability that it is not 0. In evaluation,
+            gates are always hard.
+        k: Number of open gates for `top_k`, as a count such as 8 or a share such as "25%".
+        temperature: The initial τ. It is stored in a 0-d buffer, so changing it never triggers a
+            recompilation.
+        threshold: The initial θ, also stored in a 0-d buffer.
         initial_open_rate: Initial p of every unit.
-        min_open: Minimum number of open gates per sample, those with the largest p: a count, or
-            a share such as "5%".
+        min_open: Minimum number of open gates per sample, as a count or a share such as "5%". The
+            gates with the largest p stay open.
         scale: `probability` multiplies open units by their p, as mixture-of-experts routers do. The
-            loss then reaches p through open units only, so training can skip closed units. None
+            loss then reaches p only through open units, so training can skip closed units. None
             multiplies open units by 1, with a straight-through gradient for all units.
-        device: Device of the state.
+        device: Device of the buffers.
     """
 
     input_dependent: bool
@@ -90,7 +92,7 @@ class Gate(nn.Module, ABC):
             raise ValueError(f"`policy` must be one of {get_args(Policy)}, got {policy!r}.")
         if (k is None) == (policy == "top_k"):
             raise ValueError(
-                f"`k` must be given for `policy='top_k'` and for no other, got k={k} and "
+                f"`k` must be set for `policy='top_k'` and for no other policy, got k={k} and "
                 f"policy={policy!r}."
             )
         if not temperature > 0:
@@ -103,13 +105,13 @@ class Gate(nn.Module, ABC):
             raise ValueError(f"`scale` must be 'probability' or None, got {scale!r}.")
         if scale is not None and policy not in HARD_POLICIES:
             raise ValueError(
-                f"`scale` needs the policy {', '.join(HARD_POLICIES)}, got {policy!r}, which "
-                "already scales units in training."
+                f"`scale` needs one of the policies {', '.join(HARD_POLICIES)}, got {policy!r}, "
+                "which already scales units during training."
             )
         if k is None and initial_open_rate <= threshold:
             warnings.warn(
-                f"`initial_open_rate` {initial_open_rate} is not above `threshold` {threshold}: "
-                "gates start closed in evaluation, except for `min_open` of them.",
+                f"`initial_open_rate` {initial_open_rate} is not above `threshold` {threshold}, so "
+                "in evaluation only `min_open` gates are open before training.",
                 stacklevel=3,
             )
         self.units = units
@@ -123,7 +125,7 @@ class Gate(nn.Module, ABC):
         self.probability: Tensor | None = None
         self.gate: Tensor | None = None
         self._initial = temperature, threshold, min_open
-        # 0-d buffers: saved in checkpoints, and changing them never triggers a recompilation.
+        # As 0-d buffers, they are in checkpoints, and changing them triggers no recompilation.
         for name in ("temperature", "threshold"):
             self.register_buffer(name, torch.empty((), dtype=torch.float32, device=device))
         # A float, because weight averaging would round an integer down.
@@ -132,11 +134,11 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:
-        """Return z in float32 or wider, with shape ``(blocks,)`` or ``(batch, blocks)``."""
+        """Return the logits z in float32 or wider: ``(blocks,)`` or ``(batch, blocks)``."""
 
     @abstractmethod
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
+        """Return the MACs of one decision, given the number of open inputs (None for all)."""
 
     @abstractmethod
     def shift_bias(self, delta: float) -> None:
@@ -148,13 +150,13 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def _revive_blocks(self, blocks: Tensor) -> None:
-        """Reset blocks, given by index, to their initial open rate."""
+        """Reset the blocks with these indices to their initial open rate."""
 
     @torch.no_grad()
     def revive(self, units: Tensor) -> None:
-        """Reset units, given by index or as a bool mask, to their initial open rate.
+        """Reset units to their initial open rate, together with the rest of their blocks.
 
-        The whole block of each unit is reset.
+        `units` contains indices or is a bool mask.
         """
         indices = units.nonzero().flatten() if units.dtype == torch.bool else units
         self._revive_blocks(torch.unique(indices // self.block_size))
@@ -180,7 +182,7 @@ class Gate(nn.Module, ABC):
         return closed
 
     def decide(self, h: Tensor) -> Tensor:
-        """Return the factor of each block, and store p and g."""
+        """Return the factor for each block, and store p and g."""
         device = h.device.type
         autocast = torch.is_autocast_enabled(device)
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
@@ -191,11 +193,11 @@ class Gate(nn.Module, ABC):
         return self.scaled(g, p)
 
     def scaled(self, g: Tensor, p: Tensor) -> Tensor:
-        """Return the factor applied to units: g, or g * p with `scale`."""
+        """Return the factor applied to units, which is g, or g * p with `scale`."""
         return g if self.scale is None else g.detach() * p
 
     def _apply_policy(self, z: Tensor, p: Tensor, samples: torch.Size) -> Tensor:
-        # Noisy policies sample once per input, even if all inputs share one p.
+        # Noisy policies draw a sample for each input, even if all inputs share the same p.
         if not self.training or self.policy in ("threshold", "top_k"):
             return hard_gate(p, self.threshold, self.k, self._floor)
         if self.policy == "soft":
@@ -207,13 +209,13 @@ class Gate(nn.Module, ABC):
         return torch.where(forced, straight_through(torch.ones_like(g), p), g)
 
     def expand_blocks(self, per_block: Tensor) -> Tensor:
-        """Expand values per block to values per unit."""
+        """Expand one value per block to one value per unit."""
         if self.block_size == 1:
             return per_block
         return per_block.unsqueeze(-1).expand(*per_block.shape, self.block_size).flatten(-2)
 
     def set_min_open(self, min_open: int | float | str) -> None:
-        """Set the minimum number of open gates: a count, or a share such as "5%"."""
+        """Set the minimum number of open gates, as a count or a share such as "5%"."""
         self._floor = _count("min_open", min_open, self.blocks, least=0)
         self.min_open.fill_(self._floor)
 
@@ -223,8 +225,8 @@ class Gate(nn.Module, ABC):
 
     @override
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Stay in float32 when the model is cast to half precision, which is too coarse for logits
-        # to learn: in bfloat16, a step of 0.001 from a logit of 2 is rounded away.
+        # Stay in float32 when the model is cast to half precision, in which logits cannot learn.
+        # In bfloat16, for example, adding 0.001 to a logit of 2 has no effect.
         def keep_precision(tensor: Tensor) -> Tensor:
             moved: Tensor = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
@@ -234,7 +236,7 @@ class Gate(nn.Module, ABC):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled.
+        # Tensors with a graph cannot be copied or pickled.
         return {**self.__dict__, "probability": None, "gate": None}
 
     @override
@@ -257,7 +259,7 @@ def check_count(name: str, value: int | float | str) -> None:
 
 
 def _count(name: str, value: int | float | str, total: int, least: int) -> int:
-    """Resolve a count, or a share of `total` such as "30%"."""
+    """Return a count, converting a share of `total` such as "30%"."""
     check_count(name, value)
     if isinstance(value, float):
         warn_of_fraction(name, value)
@@ -279,5 +281,5 @@ def _widen(h: Tensor) -> Tensor:
 
 
 def at_least_float32(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype for a gate's parameters: `dtype`, or float32 if that is wider."""
+    """Return the dtype for gate parameters, which is `dtype` or float32 if that is wider."""
     return torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)

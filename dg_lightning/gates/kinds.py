@@ -1,4 +1,4 @@
-"""Static and dynamic gates, and their settings as plain values."""
+"""Static and dynamic gates, and the plain settings they are built from."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from dg_lightning.gates.base import Gate, GateOptions, at_least_float32
 
 
 class StaticGate(Gate):
-    """Static gate: one learnable logit per unit, the same for every input.
+    """Static gate with one learnable logit per unit, shared by all inputs.
 
     Args:
         units: Number of gated units.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; never narrower than float32.
+        dtype: Dtype of the parameters, which is at least float32.
         **options: Arguments of `Gate`.
 
     >>> gate = StaticGate(4, initial_open_rate=0.9)
@@ -71,15 +71,15 @@ class StaticGate(Gate):
 
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-# torch.mm has `out_dtype`: bfloat16 factors, float32 product.
+# Whether torch.mm has `out_dtype`, for a float32 product of bfloat16 factors.
 _HAS_WIDE_PRODUCTS = _VERSION >= (2, 8) and torch.version.hip is None
 
 
 def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
     """Return ``W h + b`` in the precision of the weights (float32 or wider).
 
-    A gate reads many inputs and makes few decisions, so it is memory-bound. If possible, avoid a
-    float32 copy of `h`, which must be written first and has twice as many bytes to read.
+    A gate reads many inputs and makes few decisions, so it is memory-bound. A float32 copy of `h`
+    would have to be written first and is twice as large to read, so it is avoided if possible.
     """
     if h.dtype == linear.weight.dtype:
         same: Tensor = linear(h)
@@ -94,7 +94,7 @@ def wide_linear(h: Tensor, linear: nn.Linear) -> Tensor:
 
 
 class _SplitProduct(torch.autograd.Function):
-    """``x Wᵀ`` with W split into a sum of two bfloat16 matrices (16 mantissa bits)."""
+    """Computes ``x Wᵀ`` with W split into a sum of two bfloat16 matrices (16 mantissa bits)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,23 +125,23 @@ def _add_halves(stacked: Tensor, dim: int) -> Tensor:
 
 
 class DynamicGate(Gate):
-    """Input-dependent gate: a small network, the GateNet, decides per sample.
+    """Input-dependent gate, in which a small network, the GateNet, decides for each sample.
 
-    By default the last weight matrix is initialised to 0, so units start at their initial open rate
-    for any input. For per-token gates in a Transformer, set `initial_spread`: gates that start
-    identical tend to close together.
+    By default, the last weight matrix is initialised to 0, so units start at their initial open
+    rate for any input. For per-token gates in a Transformer, set `initial_spread`, because gates
+    that start identical tend to close together.
 
     Args:
-        in_features: Width of the GateNet's input, which is the layer's input.
+        in_features: Number of inputs of the GateNet, which reads the layer's inputs.
         units: Number of gated units.
-        network: `linear` is one matrix, `low_rank` a product of two with inner width `rank`, `mlp`
-            has one hidden layer of `hidden` ReLU units.
+        network: `linear` is one matrix, `low_rank` is a product of two matrices with inner width
+            `rank`, and `mlp` has one hidden layer of `hidden` ReLU units.
         rank: Inner width of `low_rank`.
-        hidden: Inner width of `mlp`.
-        initial_spread: Standard deviation of the initial ``logit / τ``, if the inputs of the last
-            linear layer have variance 1.
+        hidden: Number of hidden units of `mlp`.
+        initial_spread: Standard deviation of the initial ``logit / τ``, assuming that the inputs of
+            the last linear layer have variance 1.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; never narrower than float32.
+        dtype: Dtype of the parameters, which is at least float32.
         **options: Arguments of `Gate`.
 
     >>> gate = DynamicGate(8, 4, network="low_rank", rank=2)
@@ -239,7 +239,7 @@ class DynamicGate(Gate):
 
 
 class GateSettings(GateOptions, total=False):
-    """Kind and options of a layer's gate, as plain values."""
+    """Plain settings for a layer's gate, with its kind and options."""
 
     kind: Literal["static", "dynamic"]
     network: Literal["linear", "low_rank", "mlp"]
@@ -255,7 +255,7 @@ def make_gate(
     device: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Gate:
-    """Build a gate from its settings, for a layer of `units` units.
+    """Build a gate from its settings, for a layer with `units` units.
 
     >>> make_gate({"kind": "static", "threshold": 0.6}, in_features=8, units=4)
     StaticGate(units=4, policy=threshold)
@@ -269,7 +269,7 @@ def make_gate(
 
 
 def check_gate_settings(name: str, settings: Any) -> None:
-    """Validate gate settings, given as the argument `name`."""
+    """Validate gate settings that were passed as the argument `name`."""
     if not isinstance(settings, Mapping) or not settings:
         raise ValueError(
             f"`{name}` must be gate settings such as {{'kind': 'static'}}, got {settings!r}."
@@ -283,6 +283,6 @@ def check_gate_settings(name: str, settings: Any) -> None:
         known |= {"network", "rank", "hidden", "initial_spread"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
-            f"A {kind} gate (`{name}`) has no setting {unknown[0]!r}; choose from "
+            f"A {kind} gate (`{name}`) has no setting {unknown[0]!r}. Choose from "
             f"{', '.join(sorted(known))}."
         )

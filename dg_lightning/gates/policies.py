@@ -1,6 +1,6 @@
-"""Policies: how a probability becomes a gate, in training and in deployment.
+"""Policies define how a probability becomes a gate, in training and in deployment.
 
-Pure functions of tensors. `z` is the logit divided by the temperature.
+All functions here are pure. `z` is the logit divided by the temperature.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch import Tensor
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
 HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # g is 0 or 1 in training too
 
-# Temperature of the concrete relaxations, and the interval to which hard-concrete stretches samples
-# before clipping them (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0
-# Regularization", arXiv:1712.01312).
+# Temperature of the concrete relaxations, and the interval that hard-concrete stretches samples to
+# before clipping them. See Louizos, Welling, Kingma: "Learning Sparse Neural Networks through L0
+# Regularization", arXiv:1712.01312.
 NOISE_TEMPERATURE = 2 / 3
 STRETCH = (-0.1, 1.1)
 _HARD_CONCRETE_SHIFT = NOISE_TEMPERATURE * math.log(-STRETCH[0] / STRETCH[1])
@@ -35,7 +35,9 @@ def straight_through(hard: Tensor, probability: Tensor) -> Tensor:
 
 
 def top_k_mask(scores: Tensor, k: int) -> Tensor:
-    """Return a mask of the `k` largest scores along the last axis; ties go to the lower index.
+    """Return a mask of the `k` largest scores along the last axis.
+
+    Among equal scores, those with a lower index are chosen first.
 
     >>> top_k_mask(torch.tensor([0.5, 0.9, 0.5, 0.1]), 2).tolist()
     [True, True, False, False]
@@ -51,21 +53,21 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
 
 
 def open_probability(z: Tensor, policy: Policy) -> Tensor:
-    """Return the probability that a gate is open (for hard-concrete: not 0)."""
+    """Return the probability that a gate is open, or not 0 for hard-concrete gates."""
     return torch.sigmoid(z - _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z)
 
 
 def logit_for(probability: float, policy: Policy) -> float:
-    """Return the z that gives a probability; the inverse of `open_probability`."""
+    """Return the z that gives a probability, as the inverse of `open_probability`."""
     z = math.log(probability / (1 - probability))
     return z + _HARD_CONCRETE_SHIFT if policy == "hard_concrete" else z
 
 
 def hard_gate(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Tensor:
-    """Return the hard gate: 1 for the `k` largest p, or for each p above the threshold.
+    """Return the hard gate, which is 1 for the `k` largest p, or for each p above the threshold.
 
-    The threshold applies if `k` is None. At least the `floor` largest p are open. The gradient is
-    that of p (straight-through).
+    The threshold applies only if `k` is None. The gates with the `floor` largest p are always open.
+    The gradient is the gradient of p (straight-through estimator).
     """
     is_open = p > threshold if k is None else top_k_mask(p, k)
     if floor > (k or 0):
@@ -75,7 +77,7 @@ def hard_gate(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Te
 
 
 def sample_gate(z: Tensor, p: Tensor, policy: Policy) -> Tensor:
-    """Sample a gate from a noisy training policy, one sample per entry of p."""
+    """Sample a gate with a noisy training policy, drawing one sample for each entry of p."""
     if policy == "bernoulli":
         return straight_through(torch.bernoulli(p.detach()), p)
     noise = torch.logit(torch.rand_like(p).clamp(1e-6, 1 - 1e-6))

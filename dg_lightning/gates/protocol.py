@@ -1,6 +1,6 @@
-"""The gate protocol: what callbacks and the compute ledger require of a gate.
+"""The gate protocol that callbacks and the compute ledger rely on.
 
-A gate is any `nn.Module` with the attributes of `GateLike`; it need not derive from our classes.
+A gate is any `nn.Module` with the attributes of `GateLike`. It need not derive from our classes.
 """
 
 import math
@@ -21,20 +21,20 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Feeds:
-    """Position of a gate between linear layers.
+    """The linear layers before and after a gate.
 
-    Unknown fields stay empty, and no savings are counted for them.
+    Fields stay empty if they are unknown, and then no savings are counted for them.
 
     Args:
-        producer: The layer whose outputs are gated; None for a gate on the network's input.
-        skips_rows: Whether closed outputs need not be computed, because the gate is known before
-            the matrix product and nothing between product and gate mixes the units.
+        producer: The layer whose outputs are gated, or None for a gate on the network's input.
+        skips_rows: Whether closed outputs need not be computed. This is true if the gate is known
+            before the matrix product and nothing between the product and the gate mixes units.
         consumers: The layers whose inputs are exactly zero for closed units.
-        partners: Further layers that produce the units, as in SwiGLU or attention.
-        rows: The block of each output of a producer or partner. Without an entry, the outputs are
-            the gate's units in order.
-        scales_between: Whether a closed block saves its share of the products between the layers,
-            as an attention head does.
+        partners: Other layers that produce the same units, as in SwiGLU or attention.
+        rows: For the producer or a partner, the index of the block that each output belongs to. A
+            layer without an entry has one output for each unit of the gate, in order.
+        scales_between: Whether a closed block saves its share of the products between the producers
+            and the consumers, as an attention head does.
         runner: The module that uses the layers' weights directly instead of calling the layers.
     """
 
@@ -53,7 +53,7 @@ class Feeds:
 
 
 class GateLike(Protocol):
-    """The gate protocol. `probability` and `gate` hold one entry per block of units."""
+    """The gate protocol. `probability` and `gate` have one entry per block of units."""
 
     units: int
     block_size: int
@@ -67,16 +67,16 @@ class GateLike(Protocol):
     feeds: Feeds
 
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
+        """Return the MACs of one decision, given the number of open inputs (None for all)."""
 
     def set_min_open(self, min_open: int | float | str) -> None:
-        """Set the minimum number of open gates: a count, or a share such as "5%"."""
+        """Set the minimum number of open gates, as a count or a share such as "5%"."""
 
     def shift_bias(self, delta: float) -> None:
         """Add `delta` to the logit of every unit."""
 
     def revive(self, units: Tensor) -> None:
-        """Reset units, given by index or as a bool mask, to their initial open rate."""
+        """Reset units to their initial open rate. `units` contains indices or is a bool mask."""
 
 
 _MEMBERS = get_protocol_members(GateLike)
@@ -86,7 +86,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 def is_gate(thing: object) -> TypeIs[GateLike]:
     """Return True if `thing` implements the gate protocol.
 
-    `isinstance` does not work: since Python 3.12 it does not see buffers, which use `__getattr__`.
+    `isinstance` does not work, because since Python 3.12 it misses buffers, which are looked up
+    with `__getattr__`.
     """
     return all(hasattr(thing, name) for name in _MEMBERS)
 
@@ -94,15 +95,15 @@ def is_gate(thing: object) -> TypeIs[GateLike]:
 def gate_layers(
     module: nn.Module, layers: Sequence[str] | None = None, *, required: bool = True
 ) -> dict[str, GateLike]:
-    """Return the gates of a module by their names in `named_modules`.
+    """Return the gates of a module, keyed by their names in `named_modules`.
 
     Args:
         module: The module to search.
-        layers: Shell-style name patterns (`"hidden.*"`); None means all gates.
+        layers: Shell-style name patterns, such as `"hidden.*"`. None means all gates.
         required: Whether to raise an error if there are no gates.
 
     Raises:
-        ValueError: If there is no gate, or a pattern matches none.
+        ValueError: If there are no gates, or a pattern matches none of them.
 
     >>> from dg_lightning import GatedMLP
     >>> list(gate_layers(GatedMLP(8, [4, 4], 2, gate={"kind": "static"})))
@@ -110,7 +111,7 @@ def gate_layers(
     """
     everything = module.named_modules(remove_duplicate=False)  # a shared gate has several names
     gates = {name: child for name, child in everything if is_gate(child)}
-    # A wrapper, such as that of torch.compile, looks like the gate inside it: keep the innermost.
+    # A wrapper, such as torch.compile's, looks like the gate inside it, so keep the innermost.
     found = {
         plain_name(name): gate
         for name, gate in gates.items()
@@ -129,7 +130,7 @@ def gate_layers(
 
 
 def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str) -> dict[str, T]:
-    """Return the entries whose name matches any of the patterns; all entries if `layers` is None.
+    """Return the entries whose names match any of the patterns. None matches all entries.
 
     >>> filter_by_name({"hidden.0": 1, "output": 2}, ["hidden.*"], "layer")
     {'hidden.0': 1}
@@ -138,12 +139,12 @@ def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str)
         return found
     if not layers or isinstance(layers, str):
         raise ValueError(
-            f"`layers` must be a list of name patterns, got {layers!r}; "
-            f"choose from {', '.join(found)}."
+            f"`layers` must be a list of name patterns, got {layers!r}. "
+            f"Choose from {', '.join(found)}."
         )
     for pattern in layers:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"No {what} matches {pattern!r}; choose from {', '.join(found)}.")
+            raise ValueError(f"No {what} matches {pattern!r}. Choose from {', '.join(found)}.")
     return {
         name: thing
         for name, thing in found.items()
@@ -154,7 +155,7 @@ def filter_by_name(found: dict[str, T], layers: Sequence[str] | None, what: str)
 def values_by_pattern(
     argument: str, given: Mapping[str, T], named: Mapping[str, Any], default: D
 ) -> list[T | D]:
-    """Return, for each name, the value of the first matching pattern, or `default`.
+    """Return the value of the first matching pattern for each name, or `default`.
 
     >>> gates = {"input_gate": None, "hidden.0.gate": None}
     >>> values_by_pattern("target", {"hidden.*": 0.3}, gates, 1.0)
@@ -163,7 +164,7 @@ def values_by_pattern(
     for pattern in given:
         if not any(fnmatchcase(name, pattern) for name in named):
             raise ValueError(
-                f"`{argument}`: nothing matches {pattern!r}; choose from {', '.join(named)}."
+                f"`{argument}`: nothing matches {pattern!r}. Choose from {', '.join(named)}."
             )
     return [
         next((value for pattern, value in given.items() if fnmatchcase(name, pattern)), default)
@@ -177,9 +178,9 @@ def plain_name(name: str) -> str:
 
 
 def set_initial_temperature(gate: GateLike, temperature: float) -> None:
-    """Set the temperature at the start of training, preserving every unit's p.
+    """Set the temperature at the start of training while preserving the p of every unit.
 
-    The initial bias is ``τ logit(p0)``, where τ is the temperature that training starts with.
+    The initial bias becomes ``τ logit(p0)``, where τ is the temperature that training starts with.
     """
     before = float(gate.temperature)
     if math.isclose(before, temperature, rel_tol=1e-6):
@@ -218,14 +219,14 @@ def init_recorded_gates(gates: Iterable[GateLike]) -> None:
 
 
 def connection_mask(layer: nn.Module) -> Tensor | None:
-    """Return the bool mask of existing connections, shaped like the weight; None if all exist."""
+    """Return the bool mask of existing connections, or None if all exist."""
     return getattr(layer, "connection_mask", None)
 
 
 def set_connections(layer: nn.Module, mask: Tensor | None, count: int | None = None) -> None:
-    """Set the connection mask of a layer; None if all connections exist.
+    """Set the connection mask of a layer. None means that all connections exist.
 
-    Stored as plain attributes, so the layer's state dict does not change.
+    The mask is stored in plain attributes, so the layer's state dict does not change.
     """
     for name in ("connection_mask", "connection_count"):
         vars(layer).pop(name, None)
@@ -235,12 +236,12 @@ def set_connections(layer: nn.Module, mask: Tensor | None, count: int | None = N
 
 
 def protected_mask(layer: nn.Module) -> Tensor | None:
-    """Return the bool mask of weights that must not change; None if all may."""
+    """Return the bool mask of weights that must not change, or None if all may change."""
     return getattr(layer, "protected_mask", None)
 
 
 def set_protected(layer: nn.Module, mask: Tensor | None) -> None:
-    """Mark weights of a layer that no callback may modify, such as those of finished tasks."""
+    """Mark weights that no callback may modify, such as those trained on finished tasks."""
     vars(layer).pop("protected_mask", None)
     if mask is not None:
         vars(layer)["protected_mask"] = mask
@@ -249,18 +250,18 @@ def set_protected(layer: nn.Module, mask: Tensor | None) -> None:
 def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
     """Return a bool mask of the blocks that would be open in deployment.
 
-    Computed from the last forward pass: hard for any training policy, and with the floor applied.
-    `shift` is added to every ``z / τ``.
+    The mask is computed from the last forward pass. It is hard for any training policy and includes
+    the floor. `shift` is added to every ``z / τ``.
     """
     p = gate.probability
     if p is None or gate.gate is None:
         raise RuntimeError(
-            f"A gate of {gate.units} units did not run in the last forward pass: use it in "
+            f"A gate with {gate.units} units did not run in the last forward pass: use it in "
             "`forward`, or select the other gates with `layers`."
         )
     p = p.detach()
     if getattr(gate, "k", None) is not None:
-        chosen: Tensor | None = getattr(gate, "chosen", None)  # router: before capacity drops
+        chosen: Tensor | None = getattr(gate, "chosen", None)  # for a router, before capacity drops
         return gate.gate.detach() != 0 if chosen is None else chosen
     is_open = logit(p) + shift > logit(gate.threshold) if shift else p > gate.threshold
     floor = floor_of(gate)
@@ -268,10 +269,10 @@ def deployed_gate(gate: GateLike, shift: float = 0.0) -> Tensor:
 
 
 def logit(p: Tensor) -> Tensor:
-    """Return the logit in double precision, finite even if float32 has rounded p to 0 or 1."""
+    """Return the logit in double precision, which is finite even if p was rounded to 0 or 1."""
     return torch.logit(p.double(), eps=1e-7)
 
 
 def floor_of(gate: GateLike) -> int:
-    """Return the minimum number of open blocks: the floor, or the k of top-k."""
+    """Return the minimum number of open blocks, which is the floor or k, whichever is larger."""
     return max(round(float(gate.min_open)), getattr(gate, "k", None) or 0)

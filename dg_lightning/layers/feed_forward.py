@@ -1,4 +1,4 @@
-"""Feed-forwards for Transformers that choose units or experts for each token."""
+"""Transformer feed-forwards that choose units or experts for each token."""
 
 import math
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from dg_lightning.layers.mlp import Activation, make_activation
 class Router(nn.Module):
     """Chooses the k experts with the largest ``p = softmax(W h / τ)`` for each sample.
 
-    The weight of an expert is its p (k = 1), or p normalised over the chosen experts (k > 1). In
-    training an expert processes only the first samples of a batch, up to its capacity. There is no
+    The weight of an expert is its p if k = 1, or p normalised over the chosen experts if k > 1. In
+    training, an expert processes only the first samples of a batch, up to its capacity. There is no
     limit in evaluation, so predictions do not depend on the rest of the batch. The router computes
-    in float32 and stores `probability`, `gate` (weights, 0 if not routed), `chosen` (bool, before
-    capacity drops), `dropped` (bool) and `capacity`.
+    in float32. It stores `probability`, `gate` (weights, 0 if not routed), `chosen` (bool, before
+    capacity drops), `dropped` (bool), `logits` and `capacity`.
 
     Args:
         in_features: Number of inputs.
         experts: Number of experts.
         expert_width: Hidden units per expert.
         k: Number of experts per sample.
-        capacity_factor: Capacity of an expert in training, as a multiple of an even share; None
-            for no limit.
+        capacity_factor: Capacity of an expert in training, as a multiple of an even share. None
+            means no limit.
     """
 
     temperature: Tensor
@@ -94,40 +94,43 @@ class Router(nn.Module):
         return min(math.ceil(self.capacity_factor * samples * self.k / self.experts), samples)
 
     def load_balance_loss(self) -> Tensor:
-        """Return ``E Σ load_e mean p_e``, which is 1 if all experts are used equally."""
+        """Return ``E Σ load_e mean p_e``, which is 1 if all experts are used equally.
+
+        E is the number of experts, and load_e is the fraction of assignments to expert e.
+        """
         assert self.chosen is not None
         assert self.probability is not None
         load = self.chosen.float().mean(0) / self.k
         return self.experts * (load * self.probability.mean(0)).sum()
 
     def z_loss(self) -> Tensor:
-        """Return the mean squared log-sum-exp of the logits, a loss that keeps them small."""
+        """Return the mean squared log-sum-exp of the logits, which keeps the logits small."""
         assert self.logits is not None
         return self.logits.logsumexp(-1).square().mean()
 
     def auxiliary_loss(self, load_balance: float, z_loss: float) -> Tensor:
-        """Return the weighted sum of both losses."""
+        """Return the weighted sum of the load-balance loss and the z-loss."""
         return load_balance * self.load_balance_loss() + z_loss * self.z_loss()
 
     def decision_macs(self, open_inputs: Tensor | None = None) -> Tensor:
-        """Return the MACs per sample of the decision, given its open inputs (None: all)."""
+        """Return the MACs of one decision, given the number of open inputs (None for all)."""
         inputs = torch.tensor(self.linear.in_features) if open_inputs is None else open_inputs
         return inputs * self.experts
 
     def set_min_open(self, min_open: int | float | str) -> None:
-        """Raise an error: every sample has exactly k experts."""
+        """Raise an error, because every sample has exactly k experts."""
         raise ValueError(f"A router opens {self.k} of {self.experts} experts: set `top_k` instead.")
 
     def shift_bias(self, delta: float) -> None:
-        """Raise an error: a softmax is invariant to shifts of its logits."""
+        """Raise an error, because a softmax does not change when its logits are shifted."""
         raise ValueError("A router has no open rate: set `top_k`, or exclude it with `layers`.")
 
     def revive(self, units: Tensor) -> None:
-        """Raise an error: unused experts are handled by the load-balance loss."""
-        raise ValueError("A router revives experts by its loss: raise `load_balance`.")
+        """Raise an error, because the load-balance loss takes care of unused experts."""
+        raise ValueError("A router cannot revive experts: raise `load_balance` instead.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled.
+        # Tensors with a graph cannot be copied or pickled.
         return {**self.__dict__, **dict.fromkeys(self.recorded), "capacity": self.capacity}
 
 
@@ -135,7 +138,7 @@ _NAMES_OF_0_2 = {"first": "fc1", "other": "fc1_gate", "second": "fc2"}
 
 
 def _rename_maps(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename the layers in checkpoints of version 0.2."""
+    """Rename the layers in checkpoints from version 0.2."""
     for old, new in _NAMES_OF_0_2.items():
         for kind in ("weight", "bias"):
             if f"{prefix}{old}.{kind}" in state:
@@ -145,8 +148,8 @@ def _rename_maps(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 class Experts(nn.Module):
     """Parallel two-layer networks, each applied to the samples routed to it.
 
-    The hidden layers of all experts are stored as one wide linear layer, and so are their output
-    layers. Each expert multiplies only its own rows with its own samples.
+    The hidden layers of all experts are stored as one wide linear layer, and so are the output
+    layers. Each expert applies only its own part of these weights to the samples routed to it.
 
     Args:
         width: Width of inputs and outputs.
@@ -162,7 +165,7 @@ class Experts(nn.Module):
         self.fc2 = nn.Linear(router.units, width, bias=False)
         self.bias = nn.Parameter(torch.zeros(router.experts * width))
         self.register_load_state_dict_pre_hook(_rename_maps)  # type: ignore[no-untyped-call]
-        # Initialise each expert as a separate module: its fan-in is its own width.
+        # Initialise each expert like a separate module, whose fan-in is the width of one expert.
         bound = 1 / math.sqrt(self.hidden)
         nn.init.uniform_(self.fc2.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
@@ -173,14 +176,14 @@ class Experts(nn.Module):
         """Return the weighted sum of expert outputs for each sample.
 
         Args:
-            h: The samples, ``(batch, width)``.
-            weights: Expert weights, 0 where a sample is not routed, ``(batch, experts)``.
+            h: The samples ``(batch, width)``.
+            weights: Expert weights ``(batch, experts)``, 0 for experts that do not get the sample.
             capacity: Maximum number of samples per expert.
             k: Maximum number of experts per sample.
         """
         width = h.shape[-1]
         routed = weights != 0
-        # Each expert has `capacity` rows for its samples, in order; the last row is a dummy.
+        # Each expert has `capacity` consecutive rows for its samples. The last row is a dummy.
         row = torch.arange(self.experts, device=h.device) * capacity + running_count(routed) - 1
         row = row.masked_fill(~routed, self.experts * capacity)
         weight, expert = weights.topk(k, dim=-1)  # (batch, k)
@@ -199,15 +202,16 @@ class Experts(nn.Module):
 
 
 def running_count(chosen: Tensor) -> Tensor:
-    """Return the running count of true entries down each column."""
+    """Return the running count of True entries down each column."""
     # A cumulative sum along contiguous rows is faster.
     return chosen.t().contiguous().cumsum(-1).t()
 
 
 class SwitchMoE(nn.Module):
-    """A mixture-of-experts classifier: linear, ReLU, experts, ReLU, linear.
+    """A mixture-of-experts classifier with a linear layer before and after the experts.
 
-    A sample for which no expert has capacity left skips the experts. `GatedClassifier` adds
+    The linear layer and the experts are each followed by a ReLU. A sample skips the experts if none
+    of its experts has capacity left. `GatedClassifier` adds
     `auxiliary_loss` to the loss.
 
     Args:
@@ -216,10 +220,10 @@ class SwitchMoE(nn.Module):
         width: Input and output width of the experts.
         experts: Number of experts.
         expert_width: Hidden units per expert.
-        top_k: Number of experts per sample; the Switch Transformer (arXiv:2101.03961) uses 1, the
-            paper 2.
-        capacity_factor: Capacity of an expert in training, as a multiple of an even share; None
-            for no limit. Evaluation has no limit.
+        top_k: Number of experts per sample. The Switch Transformer (arXiv:2101.03961) uses 1, and
+            the DynamicGate-MLP paper uses 2.
+        capacity_factor: Capacity of an expert in training, as a multiple of an even share. None
+            means no limit. There is never a limit in evaluation.
         load_balance: Weight of the loss that balances the use of experts.
         z_loss: Weight of the loss that keeps the router's logits small.
 
@@ -262,28 +266,28 @@ class SwitchMoE(nn.Module):
         return logits
 
     def auxiliary_loss(self) -> Tensor:
-        """Return the weighted sum of load-balance loss and z-loss of the last forward pass."""
+        """Return the weighted load-balance loss and z-loss from the last forward pass."""
         return self.router.auxiliary_loss(self.load_balance, self.z_loss)
 
 
 class GatedFeedForward(nn.Module):
     """Feed-forward that runs only some units for each token: ``W₂ (g(h) * u(h)) + b₂``.
 
-    The units u are ``activation(W₁ h + b₁)``, or ``activation(W₁ h) * (W₃ h)`` with `glu` (SwiGLU
-    if the activation is `silu`). The gate reads the input, so it is known before any matrix product
-    and closed blocks can be skipped. Inputs may have any leading dimensions.
+    The units u are ``activation(W₁ h + b₁)``. With `glu`, they are ``activation(W₁ h) * (W₃ h)``,
+    which is SwiGLU if the activation is `silu`. The gate reads the input, so it is known before any
+    matrix product and closed blocks can be skipped. Inputs may have any leading dimensions.
 
     Args:
         width: Width of inputs and outputs.
-        hidden: Number of units; by default four times the width.
-        gate: A gate or its settings as plain values; None for a dense feed-forward. With
-            `scale: probability` the loss reaches open blocks only, so training can skip closed ones
-            too.
+        hidden: Number of units, by default four times the width.
+        gate: A gate or a dict of gate settings; None for a dense feed-forward. With
+            `scale: probability`, the loss reaches only open blocks, so closed blocks can be skipped
+            in training too.
         activation: Nonlinearity of the units.
         glu: Whether units are products of two linear layers.
         bias: Whether the linear layers have a bias.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; the gate stays in float32 or wider.
+        dtype: Dtype of the parameters. The gate stays in float32 or wider.
 
     >>> gate = {"kind": "dynamic", "block_size": 16, "scale": "probability"}
     >>> layer = GatedFeedForward(32, 128, gate=gate, activation="silu", glu=True)
@@ -315,10 +319,11 @@ class GatedFeedForward(nn.Module):
             gate = make_gate(gate, width, hidden, device, dtype)
         if gate is not None and gate.units != hidden:
             raise ValueError(
-                f"The gate has {gate.units} units, the feed-forward {hidden}: make them equal."
+                f"The gate has {gate.units} units, but the feed-forward has {hidden}: they must "
+                "match."
             )
         self.gate = gate
-        # Set by `runtime.skip_closed_blocks`: runs open blocks only; None means run all.
+        # Set by `runtime.skip_closed_blocks` to run open blocks only. None runs all blocks.
         self.skip: Callable[[GatedFeedForward, Tensor], Tensor | None] | None = None
         if gate is not None:
             partners = () if self.fc1_gate is None else (self.fc1_gate,)
@@ -326,7 +331,7 @@ class GatedFeedForward(nn.Module):
 
     @property
     def applied_gate(self) -> Gate | None:
-        """The gate on the units: its own, or one added by `add_gates`."""
+        """The gate on the units, from the constructor or from `add_gates`."""
         put = dict(self.fc2.named_children()).get("dg_gate")
         return put if isinstance(put, Gate) else self.gate
 
@@ -344,18 +349,18 @@ class GatedFeedForward(nn.Module):
 
 
 class MoEFeedForward(nn.Module):
-    """Mixture-of-experts feed-forward for a Transformer, routed token by token.
+    """Mixture-of-experts feed-forward for a Transformer, which routes every token separately.
 
-    If no expert has capacity left for a token, its output is 0, and the residual stream carries it
-    unchanged.
+    If none of the experts chosen for a token has capacity left, the output is 0, so the residual
+    stream carries the token unchanged.
 
     Args:
         width: Width of inputs and outputs.
-        hidden: Hidden units of all experts together.
+        hidden: Total number of hidden units in all experts.
         experts: Number of experts, which must divide `hidden`.
-        top_k: Number of experts per token; the Switch Transformer (arXiv:2101.03961) uses 1.
-        capacity_factor: Capacity of an expert in training, as a multiple of an even share; None
-            for no limit. Evaluation has no limit.
+        top_k: Number of experts per token. The Switch Transformer (arXiv:2101.03961) uses 1.
+        capacity_factor: Capacity of an expert in training, as a multiple of an even share. None
+            means no limit. There is never a limit in evaluation.
         load_balance: Weight of the loss that balances the use of experts.
         z_loss: Weight of the loss that keeps the router's logits small.
         activation: Nonlinearity of the experts.
@@ -395,5 +400,5 @@ class MoEFeedForward(nn.Module):
         return self.experts.fc2
 
     def auxiliary_loss(self) -> Tensor:
-        """Return the weighted sum of load-balance loss and z-loss of the last forward pass."""
+        """Return the weighted load-balance loss and z-loss from the last forward pass."""
         return self.router.auxiliary_loss(self.load_balance, self.z_loss)

@@ -1,4 +1,4 @@
-"""Gated linear layers and MLPs, written like the equations of section 3 of the paper."""
+"""Gated linear layers and MLPs, written like the equations in section 3 of the paper."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,30 +31,30 @@ def make_activation(name: Activation) -> nn.Module:
 
 
 class GatedWeight(Tensor):
-    """The weight of a gated layer, as seen from outside.
+    """The weight of a gated layer, as other code sees it.
 
-    Torch's fused code, such as that of a TransformerEncoder in evaluation, uses a plain weight
-    directly and would bypass the gate. With a tensor subclass, it calls the layer instead.
+    Torch's fused kernels, such as those for a TransformerEncoder in evaluation, read a plain weight
+    directly and would bypass the gate. If the weight is a tensor subclass, torch calls the layer.
     """
 
 
 class GatedLinear(nn.Module):
-    """One hidden layer: ``h' = dropout(g(h) * activation(norm(W h + b)))``.
+    """One gated hidden layer: ``h' = dropout(g(h) * activation(norm(W h + b)))``.
 
-    The gate reads the layer's input, so it is known before the product and the rows of closed units
-    can be skipped (except with a layer norm, which needs all of them).
+    The gate reads the layer's input, so it is known before the matrix product and the rows of
+    closed units can be skipped. A layer norm prevents this, because it needs all rows.
 
     Args:
         in_features: Number of inputs.
         out_features: Number of units.
-        gate: A gate (any implementation of `protocol.GateLike`) or its settings as plain values;
-            None for a dense layer.
+        gate: A gate (any implementation of `protocol.GateLike`) or a dict of gate settings; None
+            for a dense layer.
         activation: Nonlinearity after the norm.
-        norm: Normalisation after the product.
+        norm: Normalisation after the matrix product.
         dropout: Dropout probability of the outputs.
         bias: Whether to add a bias.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; the gate stays in float32 or wider.
+        dtype: Dtype of the parameters. The gate stays in float32 or wider.
 
     >>> layer = GatedLinear(8, 4, gate={"kind": "dynamic", "network": "low_rank", "rank": 2})
     >>> layer(torch.randn(5, 8)).shape
@@ -103,11 +103,11 @@ class GatedLinear(nn.Module):
             )
         if gate.units != self.linear.out_features:
             raise ValueError(
-                f"The gate has {gate.units} units, the layer {self.linear.out_features}: "
-                "make them equal."
+                f"The gate has {gate.units} units, but the layer has {self.linear.out_features}: "
+                "they must match."
             )
         if gate.feeds.producer is not None:
-            raise ValueError("The gate already belongs to another layer: give each layer its own.")
+            raise ValueError("The gate already belongs to another layer: pass a new gate.")
         gate.feeds = Feeds(producer=self.linear, skips_rows=skips_rows)
 
     @override
@@ -115,7 +115,7 @@ class GatedLinear(nn.Module):
         return self.finish(h, self.linear(h))
 
     def finish(self, h: Tensor, pre_activation: Tensor) -> Tensor:
-        """Return the output, given the input and the linear layer's output for it."""
+        """Return the output, given the input and what the linear layer computed from it."""
         out: Tensor = self.activation(self.norm(pre_activation))
         if self.gate is not None:
             out = self.gate(h).to(out.dtype) * out
@@ -126,22 +126,22 @@ class GatedLinear(nn.Module):
 class GatedMLP(nn.Module):
     """A multi-layer perceptron with gated hidden units and, optionally, gated inputs.
 
-    Without gates it is a plain MLP; with all gates open its output is bitwise equal to that MLP's.
-    Inputs of any shape ``(batch, ...)`` are flattened.
+    Without gates it is a plain MLP. With all gates open, its outputs are bitwise equal to those of
+    the plain MLP. Inputs of any shape ``(batch, ...)`` are flattened.
 
     Args:
         in_features: Number of inputs.
         hidden: Width of each hidden layer.
         num_classes: Number of outputs.
         activation: Nonlinearity of the hidden layers.
-        norm: Normalisation of the hidden layers, between product and activation.
-        dropout: Dropout probability of the hidden outputs, after the gate.
+        norm: Normalisation in the hidden layers, between the matrix product and the activation.
+        dropout: Dropout probability in the hidden layers, after the gate.
         gate: Gate settings for every hidden layer, or a list with one entry per layer.
-        input_gate: Settings of the gate on the inputs.
-        input_norm: Normalisation of the (gated) inputs. It makes closed inputs non-zero, so the
-            ledger counts no savings for them.
+        input_gate: Settings of the gate on the inputs; None for no input gate.
+        input_norm: Normalisation of the inputs, after their gate. It makes closed inputs non-zero,
+            so the ledger counts no savings for them.
         device: Device of the parameters.
-        dtype: Dtype of the parameters; the gates stay in float32 or wider.
+        dtype: Dtype of the parameters. The gates stay in float32 or wider.
 
     >>> mlp = GatedMLP(784, [256], 10, gate={"kind": "static"}, input_gate={"kind": "static"})
     >>> mlp(torch.randn(5, 1, 28, 28)).shape
@@ -166,8 +166,8 @@ class GatedMLP(nn.Module):
         gates = gate if isinstance(gate, list) else [gate] * len(hidden)
         if len(gates) != len(hidden):
             raise ValueError(
-                f"`gate` must be one dict or a list of {len(hidden)}, one per hidden layer, "
-                f"got {len(gates)}."
+                f"`gate` must be one dict or a list with {len(hidden)} entries, one per hidden "
+                f"layer, got {len(gates)} entries."
             )
         widths = [in_features, *hidden]
         if min(*widths, num_classes) < 1:
@@ -193,12 +193,12 @@ class GatedMLP(nn.Module):
             for n_in, n_out, settings in zip(widths, hidden, gates, strict=False)
         )
         self.output = nn.Linear(widths[-1], num_classes, device=device, dtype=dtype)
-        # Set by `runtime.skip_closed_blocks`: runs open blocks only.
+        # Set by `runtime.skip_closed_blocks` to run open blocks only.
         self.skip: Callable[[GatedMLP, Tensor], Tensor] | None = None
         self._connect(input_is_normalised=input_norm is not None)
 
     def _connect(self, input_is_normalised: bool) -> None:
-        """Register the linear layer that consumes each gate's outputs."""
+        """Register which linear layer consumes the outputs of each gate."""
         maps = [layer.linear for layer in self.layers()] + [self.output]
         if self.input_gate is not None and not input_is_normalised:
             self.input_gate.feeds = Feeds(consumers=(maps[0],))

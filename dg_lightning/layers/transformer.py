@@ -1,4 +1,4 @@
-"""Transformers with gated feed-forwards: encoder blocks, a Vision Transformer and a GPT."""
+"""Transformer blocks, a Vision Transformer, and a GPT with gated feed-forwards or experts."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from dg_lightning.layers.mlp import Activation
 
 
 class KeyValueCache(dict[nn.Module, tuple[Tensor, Tensor]]):
-    """Keys and values of the tokens so far, by layer, for token-by-token generation."""
+    """Keys and values of earlier tokens for each attention layer, used for generation."""
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, and return those of all tokens."""
+        """Append the keys and values of new tokens, and return those of all tokens so far."""
         if layer in self:
             before = self[layer]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
@@ -27,7 +27,7 @@ class KeyValueCache(dict[nn.Module, tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Transformer block: attention and feed-forward, each in its own residual branch.
+    """Transformer block with attention and a feed-forward, each in a residual branch.
 
     Args:
         width: Width of the residual stream.
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention; the width of its projections sets the number of heads."""
+    """Self-attention. The width of the query, key and value layer sets the number of heads."""
 
     def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key, value = cache.extend(self, key, value)
-        # A single token is the last one and attends to all, so it needs no mask.
+        # A single token is always the last one and attends to all tokens, so it needs no mask.
         is_causal, mask = self.causal and tokens > 1, None
         if is_causal and (before := key.shape[2] - tokens):
             mask = h.new_ones(tokens, before + tokens, dtype=torch.bool).tril(before)
@@ -96,11 +96,11 @@ class VisionTransformer(nn.Module):
     Args:
         input_shape: Channels, height and width of an image.
         num_classes: Number of outputs.
-        patch: Height and width of a patch, which must divide those of the image.
+        patch: Height and width of a patch, which must divide the height and width of the image.
         width: Width of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads, which must divide the width.
-        hidden: Number of units of a feed-forward; by default four times the width.
+        hidden: Number of units in each feed-forward, by default four times the width.
         dropout: Dropout probability in the residual branches.
 
     >>> net = VisionTransformer([3, 32, 32], 10, width=48, depth=2, heads=3)
@@ -122,7 +122,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         channels, height, wide = input_shape
         if height % patch or wide % patch:
-            raise ValueError(f"`patch`={patch} must divide images of {height} x {wide}.")
+            raise ValueError(f"`patch`={patch} must divide the image size {height} x {wide}.")
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.position = nn.Parameter(torch.randn(height // patch * (wide // patch), width) * 0.02)
         hidden = 4 * width if hidden is None else hidden
@@ -147,7 +147,7 @@ def feed_forward(width: int, hidden: int) -> nn.Module:
 
 
 class ExpertSettings(TypedDict, total=False):
-    """Settings of experts, as plain values. See `MoEFeedForward` for their meaning."""
+    """Plain settings for experts. `MoEFeedForward` explains them."""
 
     experts: int
     top_k: int
@@ -157,21 +157,21 @@ class ExpertSettings(TypedDict, total=False):
 
 
 class GPT(nn.Module):
-    """A pre-norm causal Transformer: tokens in, logits of the next token out.
+    """A pre-norm causal Transformer that maps tokens to logits for the next token.
 
     Args:
-        input_shape: Context length, as a list of one number. The command line takes it from the
+        input_shape: Context length, as a list with one number. The command line sets it from the
             data.
-        num_classes: Size of the vocabulary. The command line takes it from the data.
+        num_classes: Size of the vocabulary. The command line sets it from the data.
         width: Width of the residual stream.
         depth: Number of blocks.
         heads: Number of attention heads, which must divide the width.
-        hidden: Number of units of a feed-forward; by default four times the width.
-        gate: Gate settings for the units of every feed-forward; None for dense feed-forwards.
+        hidden: Number of units in each feed-forward, by default four times the width.
+        gate: Gate settings for the units in every feed-forward; None for dense feed-forwards.
         experts: Settings that turn the feed-forwards into mixtures of experts; None for no experts.
         activation: Nonlinearity of the feed-forwards.
-        glu: Whether their units are products of two linear layers, see `GatedFeedForward`.
-        dropout: Dropout probability of the embeddings and in the residual branches.
+        glu: Whether feed-forward units are products of two linear layers, as in `GatedFeedForward`.
+        dropout: Dropout probability for the embeddings and in the residual branches.
 
     >>> net = GPT([16], 256, width=32, depth=2, heads=2, gate={"kind": "dynamic", "block_size": 16})
     >>> net(torch.zeros(3, 16, dtype=torch.long)).shape
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         if experts is not None and (gate is not None or glu):
             raise ValueError("`experts` cannot be combined with `gate` or `glu`: leave those out.")
         if len(input_shape) != 1:
-            raise ValueError(f"`input_shape` must be the context length alone, got {input_shape}.")
+            raise ValueError(f"`input_shape` must be [context length], got {input_shape}.")
         (self.context,) = input_shape
         units = 4 * width if hidden is None else hidden
         self.tokens = nn.Embedding(num_classes, width)
@@ -227,11 +227,11 @@ class GPT(nn.Module):
 
     @override
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Return the logits of the next token after each token of `x`.
+        """Return the logits for the next token after each token in `x`.
 
         Args:
-            x: The tokens ``(batch, tokens)``; with a cache, only the new ones.
-            cache: Keys and values of earlier tokens; those of the new tokens are appended.
+            x: The tokens ``(batch, tokens)``. With a cache, pass only the new tokens.
+            cache: Keys and values of earlier tokens. The new ones are appended in place.
         """
         before = 0 if not cache else next(iter(cache.values()))[0].shape[2]
         if before + x.shape[1] > self.context:
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         return logits
 
     def auxiliary_loss(self) -> Tensor | None:
-        """Return the mean auxiliary loss of the blocks' experts; None without experts."""
+        """Return the auxiliary loss averaged over blocks, or None if there are no experts."""
         parts = [b.feed_forward for b in self.blocks if isinstance(b.feed_forward, MoEFeedForward)]
         losses = [part.auxiliary_loss() for part in parts]
         return torch.stack(losses).mean() if losses else None
@@ -262,12 +262,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return `x` continued by `length` sampled tokens.
 
-        When the context is full, restart from its second half.
+        When the context is full, generation restarts from its second half.
 
         Args:
-            x: The tokens to continue ``(batch, tokens)``, at least one per sequence.
-            length: How many tokens to add.
-            temperature: Sampling temperature; 0 always takes the most probable token.
+            x: The tokens to continue ``(batch, tokens)``, with at least one per sequence.
+            length: Number of tokens to add.
+            temperature: Sampling temperature. 0 always picks the most probable token.
             generator: Random generator for sampling.
         """
         if x.shape[1] == 0 or temperature < 0:

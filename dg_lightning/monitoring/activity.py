@@ -448,7 +448,7 @@ class Snapshot:
     @torch.no_grad()
     def update(self, pl_module: Any, batch: Any, outputs: Any = None) -> None:
         """Add the last forward pass, which used this batch."""
-        samples = _samples(batch)
+        samples = _num_samples(batch)
         self.stop_counting(samples)
         target, logits = _target(batch), None if self.training else _logits(outputs)
         if self.activity is None:
@@ -552,7 +552,7 @@ def _num_classes(pl_module: Any, logits: Tensor | None) -> int:
     return int(getattr(pl_module, "num_classes", None) or getattr(data, "num_classes", None) or 0)
 
 
-def _samples(batch: Any) -> int:
+def _num_samples(batch: Any) -> int:
     sizes: list[int] = []
     apply_to_collection(batch, Tensor, lambda leaf: sizes.append(len(leaf)) if leaf.ndim else None)
     return sizes[0] if sizes else 1

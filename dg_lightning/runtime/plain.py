@@ -97,7 +97,7 @@ class GatedStep(nn.Module):
         # Most samples open enough gates without top-k, but a traced program cannot check that.
         checks = least > 0 and self.k is None and not torch.compiler.is_compiling()
         if least and not (checks and bool((is_open.sum(-1) >= least).all())):
-            is_open = is_open | _largest(p, least)
+            is_open = is_open | _top_k_mask(p, least)
         gate = is_open * p if self.scaled else is_open
         if self.block > 1:
             gate = gate.repeat_interleave(self.block, -1)
@@ -105,7 +105,7 @@ class GatedStep(nn.Module):
         return hidden * (gate.to(hidden.dtype) if self.scaled else gate)
 
 
-def _largest(p: Tensor, count: int) -> Tensor:
+def _top_k_mask(p: Tensor, count: int) -> Tensor:
     """Return a mask of the largest entries; ties are resolved by index."""
     last = p.topk(count, dim=-1).values[:, -1:]
     above, tied = p > last, p == last

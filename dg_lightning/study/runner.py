@@ -39,7 +39,7 @@ from dg_lightning.study.tables import (
     relative_macs_by_rule,
     summarised,
     summary_markdown,
-    write_csv,
+    write_rows,
 )
 
 
@@ -391,8 +391,8 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
     order = list(study.variants)
     rows = [{"dataset": study.dataset, **row} for row in queue.rows(study.planned())]
     rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
-    write_csv(study.folder / "results.csv", rows)
-    write_csv(study.folder / "summary.csv", summarised(rows), ["variant", "runs", "failed"])
+    write_rows(study.folder / "results.csv", rows)
+    write_rows(study.folder / "summary.csv", summarised(rows), ["variant", "runs", "failed"])
     write_text(study.folder / "summary.md", summary_markdown(study.table, rows, study.notes))
     epochs = [
         {"variant": row["variant"], "seed": row["seed"], **epoch}
@@ -401,7 +401,7 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
         if row["status"] == "complete" and metrics.exists()  # otherwise it ran elsewhere
         for epoch in epoch_rows(metrics)
     ]
-    write_csv(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])
+    write_rows(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])
     if text := epochs_markdown(epochs):
         write_text(study.folder / "epochs.md", text)
     about = json.dumps({"table": study.table, "notes": study.notes})

@@ -31,7 +31,7 @@ from dg_lightning.study.shared import (
     run_workers,
     sqlite_url,
 )
-from dg_lightning.study.tables import write_csv
+from dg_lightning.study.tables import write_rows
 
 
 def count_dominating(
@@ -102,7 +102,7 @@ def write_results(
         for trial in trials
         if trial.state.is_finished()
     ]
-    write_csv(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs"])
+    write_rows(search.folder / "results.csv", rows, ["trial", "kind", "val_accuracy", "macs"])
     front = pareto_front(candidates)
     for path in (search.folder / "pareto").glob("trial_*.yaml"):
         if path.stem not in {f"trial_{trial.number}" for trial in front}:

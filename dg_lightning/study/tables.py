@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dg_lightning import files
-from dg_lightning.compute.metric import ComputeReport, LayerCompute
+from dg_lightning.compute.metric import ComputeReport
 from dg_lightning.versions import versions
 
 # Which rate a table uses, and whether closed outputs save MACs as well as closed inputs.
@@ -41,18 +41,13 @@ def relative_macs_by_rule(report: ComputeReport, rule: str) -> float:
     kind, outputs_count = _RULES[rule]
     used, rate_in = 0.0, 1.0
     for layer in report.layers:
-        rate = _rate(layer, kind)
+        rate = layer.open_rate(kind)
         if not layer.is_map:  # an input gate
             rate_in = rate
             continue
         used += layer.macs_dense * layer.density * rate_in * (rate if outputs_count else 1.0)
         rate_in = rate
     return used / report.macs_dense if report.macs_dense else 1.0
-
-
-def _rate(layer: LayerCompute, kind: str) -> float:
-    rate = layer.open_rate_g if kind == "g" else layer.open_rate_p
-    return 1.0 if rate is None else rate
 
 
 COLUMNS = (
@@ -104,11 +99,11 @@ _NAMES = (*TEXTS, "seed")
 Row = Mapping[str, Any]
 
 
-def write_csv(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
+def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> None:
     """Write rows as CSV: the given columns first, then any others."""
     extra = dict.fromkeys(key for row in rows for key in row if key not in columns)
     names = [*columns, *extra]
-    files.write_csv(path, [names, *([row.get(name) for name in names] for row in rows)])
+    files.write_rows(path, [names, *([row.get(name) for name in names] for row in rows)])
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -203,7 +198,7 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
             markdown_table(
                 ["variant", *(key.replace("_", " ") for key in keys)],
                 [
-                    [f"`{s['variant']}`", *(_percent(s, f"adapt_{key}") for key in keys)]
+                    [f"`{s['variant']}`", *(_mean_in_percent(s, f"adapt_{key}") for key in keys)]
                     for s in summaries
                 ],
             ),
@@ -260,13 +255,14 @@ def _accuracy_cells(summary: Row, rows: Sequence[Row], paper: Row) -> list[str]:
     return [
         f"`{summary['variant']}`",
         str(summary["runs"]) + (f" ({summary['failed']} failed)" if summary["failed"] else ""),
-        _percent(summary, "accuracy") or (f"R² {r2}" if (r2 := _plain(summary, "r2")) else ""),
+        _mean_in_percent(summary, "accuracy")
+        or (f"R² {r2}" if (r2 := _mean_as_number(summary, "r2")) else ""),
         "" if lead is None else _format_points(lead[0], lead[1]),
-        _plain(summary, "loss"),
+        _mean_as_number(summary, "loss"),
         _format_percent(paper.get("accuracy")),
-        _percent(summary, "macro_f1"),
-        _percent(summary, "micro_f1"),
-        _percent(summary, "best_val_accuracy"),
+        _mean_in_percent(summary, "macro_f1"),
+        _mean_in_percent(summary, "micro_f1"),
+        _mean_in_percent(summary, "best_val_accuracy"),
         _number(summary, "train_seconds", ".1f"),
     ]
 
@@ -280,7 +276,7 @@ def _compute_cells(summary: Row, paper: Row) -> list[str]:
         f"`{summary['variant']}`",
         _number(summary, "macs", ",.0f"),
         _number(summary, "gate_macs", ",.0f"),
-        _percent(summary, "macs_reduction"),
+        _mean_in_percent(summary, "macs_reduction"),
         by_relmac,
         by_rule,
         _format_percent(paper.get("macs_reduction")),
@@ -299,7 +295,7 @@ def _task_cells(summary: Row) -> list[str]:
         "plasticity",
         "overlap",
     )
-    cells = [_percent(summary, f"tasks_{name}") for name in shares]
+    cells = [_mean_in_percent(summary, f"tasks_{name}") for name in shares]
     return [f"`{summary['variant']}`", *cells, _number(summary, "tasks_passes", ".0f")]
 
 
@@ -309,7 +305,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], words:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _percent(summary: Row, key: str) -> str:
+def _mean_in_percent(summary: Row, key: str) -> str:
     mean, spread = summary.get(f"{key}_mean"), summary.get(f"{key}_std")
     if mean is None:
         return ""
@@ -324,7 +320,7 @@ def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 
-def _plain(summary: Row, key: str) -> str:
+def _mean_as_number(summary: Row, key: str) -> str:
     mean, spread = summary.get(f"{key}_mean"), summary.get(f"{key}_std")
     if mean is None:
         return ""

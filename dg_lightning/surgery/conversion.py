@@ -193,7 +193,7 @@ def teach(
             losses = []
             with torch.autocast(parameters[0].device.type, enabled=False):
                 for name, gate in gates.items():
-                    label = _largest(_carried(units[name], squares[name]), share)
+                    label = _largest_share_mask(_carried(units[name], squares[name]), share)
                     z = gate.logits(inputs[name].float()) / gate.temperature
                     losses.append(F.binary_cross_entropy_with_logits(z, label))
             optimizer.zero_grad()
@@ -208,7 +208,7 @@ def _carried(units: Tensor, squares: Tensor) -> Tensor:
     return lengths / lengths.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
-def _largest(carried: Tensor, share: float) -> Tensor:
+def _largest_share_mask(carried: Tensor, share: float) -> Tensor:
     """Return 1 for the given share of largest entries over all tokens, otherwise 0."""
     flat = carried.flatten()
     least = flat.kthvalue(max(len(flat) - round(share * len(flat)), 1)).values

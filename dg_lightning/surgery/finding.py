@@ -317,17 +317,17 @@ class _Graph:
         self._calls = [call.name for call in recording.calls]
         self._inputs = {id(leaf) for leaf in recording.inputs}
         self._behind = {id(call): _nodes_behind([call.x]) for call in self.maps}
-        self._leaves = {id(call): _leaves(self._behind[id(call)]) for call in self.maps}
+        self._leaf_ids = {id(call): _leaf_ids(self._behind[id(call)]) for call in self.maps}
         by_leaf = {id(call.leaf): (index, call) for index, call in enumerate(recording.calls)}
         self._sources: dict[int, list[Call]] = {}
         self._readers: dict[int, list[str]] = {}
         for call in self.maps:
-            found = self._leaves[id(call)] & by_leaf.keys()
+            found = self._leaf_ids[id(call)] & by_leaf.keys()
             read = sorted((by_leaf[leaf] for leaf in found), key=itemgetter(0))
             self._sources[id(call)] = [source for _, source in read]
             for _, source in read:
                 self._readers.setdefault(id(source), []).append(call.name)
-        self._in_output = _leaves(_nodes_behind(recording.outputs))
+        self._in_output = _leaf_ids(_nodes_behind(recording.outputs))
         self._others = recording.others
         self._gated = {
             consumer: name
@@ -354,7 +354,7 @@ class _Graph:
         sources = self.sources(call)
         if call.module in self._gated:
             return "it already has a gate"
-        if self._leaves[id(call)] & self._inputs:
+        if self._leaf_ids[id(call)] & self._inputs:
             if not sources:
                 return "it reads the model's input"
             return "the model's input is mixed into its input, for example by a residual connection"
@@ -437,7 +437,7 @@ def _node(tensor: Tensor) -> Any:
     return tensor.grad_fn
 
 
-def _leaves(nodes: Iterable[Any]) -> set[int]:
+def _leaf_ids(nodes: Iterable[Any]) -> set[int]:
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 

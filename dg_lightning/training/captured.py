@@ -115,7 +115,7 @@ class StepGraphs:
         self.replayed = False
         self._invalidate_on_realloc(batch_idx)
         first = batch_idx % self.trainer.accumulate_grad_batches == 0
-        self._kind, leaves = self._graph_key(), _leaves(batch)
+        self._kind, leaves = self._graph_key(), _flatten_batch(batch)
         before = None if first else self._with_gradient()
         key = (self._kind, before, *map(self._describe, leaves))
         if self._kind is None or self._is_new(self._passes, key):
@@ -200,7 +200,7 @@ class StepGraphs:
             raise
         return _Pass(
             graph,
-            _leaves(inputs),
+            _flatten_batch(inputs),
             {name: value.detach() for name, value in values.items()},
             [_recorded(gate) for gate in self._gates],
             [parameter.grad for parameter in self._parameters],
@@ -276,12 +276,12 @@ class StepGraphs:
             raise CannotCaptureError(str(first).partition("\n")[0]) from error
 
 
-def _leaves(batch: Any) -> list[Any]:
+def _flatten_batch(batch: Any) -> list[Any]:
     """Flatten a batch, with each container's type and size before its values."""
     if isinstance(batch, Mapping):
-        inside = [leaf for key, value in batch.items() for leaf in (key, *_leaves(value))]
+        inside = [leaf for key, value in batch.items() for leaf in (key, *_flatten_batch(value))]
     elif isinstance(batch, list | tuple):
-        inside = [leaf for value in batch for leaf in _leaves(value)]
+        inside = [leaf for value in batch for leaf in _flatten_batch(value)]
     else:
         return [batch]
     return [f"{type(batch).__name__} of {len(batch)}", *inside]

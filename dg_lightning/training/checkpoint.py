@@ -304,7 +304,7 @@ class TrustedLoading(pl.LightningModule):
                 checkpoint_path, map_location, hparams_file, strict, False, **kwargs
             )
         shown = checkpoint_path if isinstance(checkpoint_path, (str, Path)) else "The checkpoint"
-        with checked(cls, checkpoint_path, hparams_file, kwargs) as (file, limit, hparams):
+        with open_checked(cls, checkpoint_path, hparams_file, kwargs) as (file, limit, hparams):
             try:
                 with limit:
                     return super().load_from_checkpoint(
@@ -317,7 +317,7 @@ class TrustedLoading(pl.LightningModule):
 
 
 @contextmanager
-def checked(
+def open_checked(
     cls: type,
     source: str | Path | IO[bytes],
     hparams_file: str | Path | None,

@@ -76,10 +76,10 @@ def check_sizes(
     """Check that the data has the model's number of classes and input shape."""
     for name in names:
         own, theirs = hparams.get(name), getattr(data, name, None)
-        if own is not None and theirs is not None and _plain(own) != _plain(theirs):
+        if own is not None and theirs is not None and _size_as_list(own) != _size_as_list(theirs):
             raise ValueError(
-                f"The model has {name} {_plain(own)}, {type(data).__name__} has "
-                f"{_plain(theirs)}: set model.{name}={_plain(theirs)}, or use the data that the "
+                f"The model has {name} {_size_as_list(own)}, {type(data).__name__} has "
+                f"{_size_as_list(theirs)}: set model.{name}={_size_as_list(theirs)}, or use the data that the "
                 "checkpoint was trained on."
             )
 
@@ -107,7 +107,7 @@ def balanced_weights(data: Any) -> Tensor:
     return torch.as_tensor(weights)
 
 
-def _plain(value: int | Sequence[int]) -> int | list[int]:
+def _size_as_list(value: int | Sequence[int]) -> int | list[int]:
     return value if isinstance(value, int) else list(value)
 
 

@@ -87,7 +87,7 @@ def test_cells_of_another_experiment_are_all_tested(trained: PBMC3kDataModule) -
     data = aligned(trained, other, "test", **OPTIONS)
     assert len(data.part("test")) == len(other)
     assert set(data.describe_samples()["part"]) == {""}
-    with pytest.raises(ValueError, match=r"no cell to validate on: .* all labelled cells"):
+    with pytest.raises(ValueError, match=r"no labelled cells to validate on: .* on all of them"):
         aligned(trained, other, "validate", **OPTIONS)
 
 
@@ -122,7 +122,7 @@ def test_clusters_belong_to_the_cells_that_they_were_made_of() -> None:
     assert all(labels[cell] == label for cell, label in found)
     strange = cells()
     strange.X = csr_matrix(strange.X.toarray() + 1)
-    with pytest.raises(ValueError, match="clusters of training cells, and the data has none"):
+    with pytest.raises(ValueError, match="clusters of training cells, and the data contains none"):
         aligned(data, strange, "test", leiden=True)
 
 
@@ -201,7 +201,9 @@ def test_a_test_needs_labels_and_a_prediction_does_not(
 ) -> None:
     data = aligned(trained, cells(), "predict", **options)
     assert set(data.describe_samples()["true_label"]) == {""}
-    with pytest.raises(ValueError, match=f"(?s)no cell to test on: .*{message}.*needs no labels"):
+    with pytest.raises(
+        ValueError, match=f"(?s)no labelled cells to test on: .*{message}.*needs no labels"
+    ):
         aligned(trained, cells(), "test", **options)
 
 

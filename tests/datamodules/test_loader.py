@@ -79,7 +79,7 @@ def test_what_was_not_seen_comes_after_a_resume_with_other_ranks(
 
 def test_other_batches_within_an_epoch_are_refused() -> None:
     state = {**BatchLoader(numbered(20), 4).state_dict(), "epoch": 1, "samples_seen": 8}
-    with pytest.raises(ValueError, match=r"batches of 4 samples .* got 6: resume with the same"):
+    with pytest.raises(ValueError, match=r"batches of 4 samples .* uses 6: resume with the same"):
         BatchLoader(numbered(20), 3, True, at(0, 2)).load_state_dict(state)
     BatchLoader(numbered(20), 2, True, at(0, 2)).load_state_dict(state)
     done = {**state, "samples_seen": 20, "epoch_is_done": 1}
@@ -89,7 +89,7 @@ def test_other_batches_within_an_epoch_are_refused() -> None:
 
 @pytest.mark.parametrize("state", [{"samples": 30}, {"anything": 1}])
 def test_the_state_of_other_data_is_refused(state: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"training samples, got 20: resume with the same data"):
+    with pytest.raises(ValueError, match=r"training samples, .* has 20: resume with the same data"):
         BatchLoader(numbered(20), 4).load_state_dict(state)
 
 

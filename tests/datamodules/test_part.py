@@ -103,7 +103,7 @@ def test_a_split_is_disjoint_exhaustive_and_stratified(
         ([0] * 20 + [1], 0.5, "class 'b' has 1 of 21"),
         ([0] * 20, 0.5, "class 'b' has 0 of 20"),
         ([0] * 5 + [1] * 5, 0.1, "share of 0.1 of 10 samples .* 2 classes"),
-        ([0] * 97 + [1] * 3, 0.1, "Class 'b' has 3 of the 100 samples to split, too few"),
+        ([0] * 97 + [1] * 3, 0.1, "Class 'b' has 3 of the 100 samples to split"),
         ([0, 1] * 10, 0.0, "`val_share` must be above 0 and below 1, got 0.0"),
         ([0, 1] * 10, 1.5, "`val_share` must be above 0 and below 1, got 1.5"),
     ],

@@ -63,7 +63,7 @@ def test_the_ledger_counts_what_a_token_runs() -> None:
 
 
 def test_a_gate_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="The gate has 8 units, the feed-forward 12"):
+    with pytest.raises(ValueError, match="The gate has 8 units, but the feed-forward has 12"):
         GatedFeedForward(6, 12, gate=DynamicGate(6, 8))
 
 

@@ -135,7 +135,7 @@ def test_one_gate_a_layer_can_be_given_with_its_own_threshold() -> None:
     [
         ({"activation": "rleu"}, "`activation` must be one of relu, gelu, silu, tanh, got 'rleu'"),
         ({"norm": "group"}, "`norm` must be one of layer, batch or None, got 'group'"),
-        ({"gate": StaticGate(5)}, "The gate has 5 units, the layer 4"),
+        ({"gate": StaticGate(5)}, "The gate has 5 units, but the layer has 4"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:

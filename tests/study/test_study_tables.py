@@ -12,7 +12,7 @@ from dg_lightning.study.tables import (
     paired_difference,
     summarised,
     summary_markdown,
-    write_csv,
+    write_rows,
 )
 
 
@@ -54,7 +54,7 @@ def test_a_lead_is_of_equal_seeds() -> None:
 
 
 def test_results_have_the_promised_columns_and_leave_unknown_values_empty(tmp_path: Path) -> None:
-    write_csv(tmp_path / "results.csv", [{**ROWS[0], "macro_f1": None, "own": 3}, ROWS[-1]])
+    write_rows(tmp_path / "results.csv", [{**ROWS[0], "macro_f1": None, "own": 3}, ROWS[-1]])
     with (tmp_path / "results.csv").open() as file:
         first, second = csv.DictReader(file)
     promised = "dataset variant seed accuracy macro_f1 macs macs_dense macs_reduction gate_macs"
@@ -96,7 +96,7 @@ def test_no_text_in_a_table_is_a_formula(text: str, tmp_path: Path) -> None:
         row("baseline", 0, -0.5, training=text, device=text, reason=text, own=-1e-5),
         row("baseline", 1, float("-inf"), **{text: 1}),
     ]
-    write_csv(tmp_path / "results.csv", rows)
+    write_rows(tmp_path / "results.csv", rows)
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.reader(file))
     for cell in (cell for line in lines for cell in line if cell):

@@ -10,7 +10,12 @@ from dg_lightning import gate_layers
 from dg_lightning.compute.metric import ComputeLedger
 from dg_lightning.layers import GPT
 from dg_lightning.surgery import convert, find_units
-from dg_lightning.surgery.conversion import _carried, _largest, cluster_units, reorder_units
+from dg_lightning.surgery.conversion import (
+    _carried,
+    _largest_share_mask,
+    cluster_units,
+    reorder_units,
+)
 
 GATE: Any = {"kind": "dynamic", "block_size": 8, "scale": "probability"}
 
@@ -73,7 +78,7 @@ def test_a_block_carries_the_length_of_what_it_adds() -> None:
     lengths = added.norm(dim=-1)
     expected = lengths / lengths.sum(-1, keepdim=True)
     torch.testing.assert_close(_carried(units, squares), expected)
-    assert int(_largest(expected, 1 / 3).sum()) == 7
+    assert int(_largest_share_mask(expected, 1 / 3).sum()) == 7
 
 
 def copying(batch: int = 16) -> list[Tensor]:

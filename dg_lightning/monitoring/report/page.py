@@ -345,8 +345,8 @@ def _open_rates(run: RunRecord) -> str:
         charts.append(line_chart(title, run.positions, "position", "share", percent=True))
     columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
     rows = [
-        [row["layer"], row["epoch"], _percent(row["open_rate_g"]), _percent(row["open_rate_p"]),
-         _percent(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
+        [row["layer"], row["epoch"], _format_percent(row["open_rate_g"]), _format_percent(row["open_rate_p"]),
+         _format_percent(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
          f"{float(row['threshold']):.3g}"]
         for row in run.layers
     ]  # fmt: skip
@@ -424,7 +424,7 @@ def _compute(run: RunRecord) -> str:
         share = (macs + gate_macs) / dense if dense else None
         rows.append(
             [layer["name"], f"{dense:,.0f}", f"{macs:,.0f}", f"{gate_macs:,.0f}",
-             "" if share is None else f"{share:.1%}", _percent(layer["open_rate_g"]),
+             "" if share is None else f"{share:.1%}", _format_percent(layer["open_rate_g"]),
              layer["dead_units"]]
         )  # fmt: skip
         if dense:
@@ -458,7 +458,7 @@ def _tiles(parts: list[str]) -> str:
     return f'<div class="tiles">{inner}</div>' if inner else ""
 
 
-def _percent(value: str) -> str:
+def _format_percent(value: str) -> str:
     return f"{float(value):.2%}" if value else ""
 
 
