@@ -23,10 +23,10 @@ from ._shared import check_single_penalty, check_step_counting, mean_over_ranks
 class _Batch:
     """Tracks the p (or g) that gates record within one batch."""
 
-    before: list[Tensor | None] = field(default_factory=list)  # recorded before the batch
-    current: set[Tensor] = field(default_factory=set)  # used by the latest rates
-    added: set[Tensor] = field(default_factory=set)  # their penalty was added to a loss
-    penalized: set[Tensor] = field(default_factory=set)  # backward has run through that loss
+    before: list[Tensor | None] = field(default_factory=list)  # values recorded before the batch
+    current: set[Tensor] = field(default_factory=set)  # tensors behind the latest rates
+    added: set[Tensor] = field(default_factory=set)  # tensors whose penalty was added to a loss
+    penalized: set[Tensor] = field(default_factory=set)  # tensors that got a penalty gradient
 
 
 class PenaltyTerm:
@@ -35,7 +35,7 @@ class PenaltyTerm:
     Args:
         gates: The gates by name.
         rate: Whether rates are means of p or of g.
-        unit_costs: Costs of a gate's blocks by gate name, which weight the mean over its blocks.
+        unit_costs: Costs of a gate's blocks, by gate name. They weight the mean over the blocks.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class PenaltyTerm:
             name: DeviceScalars([cost / sum(costs) for cost in costs])
             for name, costs in (unit_costs or {}).items()
         }
-        self.factors = DeviceScalars()  # multiply the gradient of each gate
-        self.usage: Tensor | None = None  # usage that was penalised last
+        self.factors = DeviceScalars()  # gradient factor of each gate
+        self.usage: Tensor | None = None  # last penalised usage
         self.in_backward = False  # whether Lightning is differentiating a loss
         self._handles: list[Any] = []
         self._batch = _Batch()
 
     @torch.no_grad()
     def record_usage(self, usage: Tensor) -> None:
-        """Store the usage of a pass in place, to log it when the batch ends."""
+        """Store a forward pass's usage in place, so that it can be logged when the batch ends."""
         if self.usage is None or self.usage.device != usage.device:
             self.usage = usage.detach().clone()
         else:
@@ -71,7 +71,7 @@ class PenaltyTerm:
         return any(factor != 1 for factor in factors)
 
     def shared(self, trainer: Any) -> list[SharedState]:
-        """Return the state of each gate that callbacks share."""
+        """Return the shared state of each gate."""
         return [shared_state(trainer, gate) for gate in self.gates.values()]
 
     def rates(
@@ -83,18 +83,18 @@ class PenaltyTerm:
         over_ranks: bool = True,
         required: bool = True,
     ) -> Tensor | None:
-        """Return the rate of each gate, with a gradient for this loss's forward passes.
+        """Return the rate of each gate, differentiable through this loss's forward passes.
 
         Each gate's gradient is multiplied by its `SharedState.factor`. Return None if every forward
         pass has already been penalised.
 
         Args:
             trainer: The Trainer.
-            pl_module: Its module.
-            loss: The loss, as `on_before_backward` gets it.
+            pl_module: The Trainer's LightningModule.
+            loss: The loss that `on_before_backward` receives.
             over_ranks: Whether to average over processes. Gradients stay local because DDP
                 averages them.
-            required: Whether to raise if a gate ran without a graph.
+            required: Whether to raise RuntimeError if a gate ran without a graph.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -119,16 +119,16 @@ class PenaltyTerm:
         rates = torch.stack(each).to(loss.device)
         if self.prepare(trainer):
             rates = scale_gradient(rates, self.factors.on(rates))
-        if over_ranks and trainer.world_size > 1:  # collective, so also if no gate ran on this rank
+        if over_ranks and trainer.world_size > 1:  # every rank must take part
             here = torch.cat([rates.detach(), rates.new_tensor([float(bool(blind))])])
             mean = mean_over_ranks(trainer, here)
             rates = rates + (mean - here)[:-1]
             if mean[-1] > 0 and not blind:
-                blind = ["a gate of another process"]  # all ranks must raise
+                blind = ["a gate on another process"]  # all ranks must raise
         if blind:
             raise RuntimeError(
                 f"The penalty cannot act on {', '.join(blind)}: the last forward pass recorded no "
-                "graph. Run no_grad passes before the forward pass of the loss, set "
+                "graph. Run no_grad passes before the one that computes the loss, set "
                 "use_reentrant=False for activation checkpointing, or choose other `layers`."
             )
         return rates if fresh else None
@@ -140,7 +140,7 @@ class PenaltyTerm:
         return torch.stack([self._rate(name, value) for name, value in values])
 
     def _values(self) -> list[Tensor | None]:
-        """Return the p or g that each gate recorded last."""
+        """Return the last p or g that each gate recorded."""
         return [g.probability if self.rate == "p" else g.gate for g in self.gates.values()]
 
     def _without_graph(self, values: list[Tensor | None]) -> list[str]:
@@ -170,19 +170,20 @@ class PenaltyTerm:
         zero.register_hook(partial(self._pass_once, self._batch.current))
         self._batch.added |= self._batch.current
         try:
-            # The last operation may have saved the loss for backward. Its value stays valid.
+            # The operation that computed the loss may have saved it for backward. Adding 0 keeps it
+            # valid.
             with _unsafe_preserve_version_counter(loss):
                 loss.add_(zero)
         except RuntimeError as error:
             if "view" not in str(error):
                 raise
             raise ValueError(
-                "A penalty cannot be added in place to a loss that is one of several views of a "
-                "tensor, as in a loop over its entries: call backward on `loss.clone()`."
+                "The penalty cannot be added in place to a loss that is one of several views of a "
+                "tensor, such as an entry in a loop over it: call backward on `loss.clone()`."
             ) from error
 
     def _pass_once(self, values: set[Tensor], gradient: Tensor) -> Tensor:
-        """Pass the penalty's gradient once, even if backward runs repeatedly."""
+        """Pass on the penalty's gradient only once, even if backward runs repeatedly."""
         if values <= self._batch.penalized:
             return torch.zeros_like(gradient)
         self._batch.penalized |= values
@@ -222,8 +223,8 @@ class PenaltyTerm:
         self.detach()
         if missed:
             raise RuntimeError(
-                "No gradient of the loss reached the gates of this batch, so the penalty had no "
-                "effect: let every training step use the gates, or none."
+                "No gradient of the loss reached the gates in this batch, so the penalty had no "
+                "effect: either every training step must use the gates, or none may."
             )
 
     def detach(self) -> None:
@@ -232,7 +233,7 @@ class PenaltyTerm:
         self._batch = _Batch()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph and hook handles can be neither copied nor pickled.
+        # Hook handles and tensors with a graph can be neither copied nor pickled.
         return {**self.__dict__, "_batch": _Batch(), "_handles": []}
 
 
@@ -255,7 +256,7 @@ class Penalty(pl.Callback, ABC):
 
     @abstractmethod
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        """Update the penalty's inputs and return the graph key, see `CapturedSteps`."""
+        """Update the penalty's inputs and return the graph key (see `CapturedSteps`)."""
 
     @abstractmethod
     def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -293,7 +294,7 @@ class Penalty(pl.Callback, ABC):
 
 
 def _graph_of(loss: Tensor) -> set[Any]:
-    """Return all nodes of a loss's autograd graph."""
+    """Return all nodes in a loss's autograd graph."""
     nodes: set[Any] = set()
     pending: list[Any] = [loss.grad_fn]
     while pending:

@@ -1,4 +1,4 @@
-"""Shared by callbacks: averages over ranks, checks for conflicts, and deferred state."""
+"""Helpers for callbacks: averages over ranks, conflict checks and deferred state."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,7 @@ def state_key(callback: object, **arguments: object) -> str:
 
 
 def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
-    """Return the mean of a value over all ranks, so that all ranks decide alike."""
+    """Return the mean of a value over all ranks, so that they all make the same decision."""
     if trainer.world_size == 1:
         return value
     mean: Tensor = trainer.strategy.reduce(value.clone(), reduce_op="mean")
@@ -27,7 +27,7 @@ def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
 
 
 def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
-    """Raise if the ranks have different masks."""
+    """Raise RuntimeError if ranks have different masks."""
     if trainer.world_size == 1:
         return
     own = [layer.checksum() for layer in layers]
@@ -36,7 +36,7 @@ def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
     if any(other != own for other in every):
         raise RuntimeError(
             "Processes have different connections, because their weights or gradients differ: "
-            "check for hooks that change gradients on some processes only."
+            "check for hooks that change gradients on only some processes."
         )
 
 
@@ -56,7 +56,7 @@ def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None
         if "ModelPruning" in [kind.__name__ for kind in type(other).__mro__]:
             raise ValueError(
                 f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one. "
-                f"dg_lightning.callbacks.MagnitudePruning can prune other `layers` than {name}."
+                f"To prune other `layers` than {name}, use dg_lightning's MagnitudePruning."
             )
         if other is callback or not hasattr(other, "set_initial_masks"):
             continue
@@ -76,8 +76,8 @@ def check_step_counting(callback: Any, trainer: Any, module: Any) -> None:
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
         if trainer.training and progress.ready == progress.completed:
             raise RuntimeError(
-                f"{type(callback).__name__} counts optimizer steps, but this one bypasses "
-                "Lightning: call `step()` in `training_step` on an optimizer from "
+                f"{type(callback).__name__} counts optimizer steps, but this step bypasses "
+                "Lightning: in `training_step`, call `step()` on an optimizer from "
                 "`self.optimizers()`, without `use_pl_optimizer=False`."
             )
 
@@ -99,7 +99,7 @@ def check_single_penalty(callback: Any, trainer: Any) -> None:
         if callback.name == other.name:
             had = "no `name`" if callback.name is None else f"the name {callback.name!r}"
             raise ValueError(
-                f"{names} have {had}: give each a different `name`, because it is part of their "
+                f"{names} both have {had}: give each a different `name`, because it is part of its "
                 "logged keys."
             )
 
@@ -112,16 +112,16 @@ def check_single_writer(callback: Any, trainer: Any, module: Any) -> None:
             shared = [name for name in gate_layers(module, other.layers) if name in own]
             if shared:
                 raise ValueError(
-                    f"Two {type(callback).__name__} callbacks set the gate {shared[0]}: "
+                    f"Two {type(callback).__name__} callbacks both set the gate {shared[0]}: "
                     "give them disjoint `layers`."
                 )
 
 
 class DeferredStateCallback(pl.Callback):
-    """Defers restoring its state until training starts and the gates are known.
+    """Base class that restores state only once training starts and the gates are known.
 
     Lightning loads callback state before `on_fit_start`, but a learning-rate search loads it later.
-    A checkpoint saved before training starts contains the loaded state.
+    A checkpoint that is saved before training starts contains the state that was loaded.
     """
 
     _loaded: dict[str, Any] | None = None

@@ -28,30 +28,31 @@ _NOT_MEASURED = -1.0  # replaces NaN in checkpoints, so that they compare equal
 class Adapt(pl.Callback):
     """Adapts a trained net to drift and logs the gain and the cost.
 
-    The first task of a sequence trains the net as usual. Then only the weights selected by `train`
-    learn, from `batches` labelled batches of the second task (see
-    `TaskSequence(kind="drift", tasks=2)`), and training ends. All other weights keep their values,
-    whatever the optimizer does. Runs with the same seed therefore adapt the same net. All tasks
-    must be validated after every epoch.
+    The net is first trained as usual on the first task of a sequence. Then only the weights
+    selected by `train` are trained, on `batches` labelled batches from the second task (see
+    `TaskSequence(kind="drift", tasks=2)`), and training ends. All other weights keep their
+    values, no matter which optimizer is used. Training on the first task does not depend on
+    `train`, so runs with the same seed adapt the same net. All tasks must be validated after every
+    epoch.
 
     Args:
-        train: What to adapt: `nothing`; `gates`; `inactive`, the weights to and from units that are
-            rarely open; `both`; or `all` weights, gates included.
-        batches: Number of batches of the second task to learn from.
+        train: What to adapt: `nothing`, `gates`, `inactive` (weights to and from units that are
+            rarely open), `both` (gates and inactive weights) or `all` (including gates).
+        batches: Number of batches from the second task to train on.
         inactive: A unit is inactive if less than this share of the samples opened it in the last
             epoch before the drift.
 
     | logged key | meaning |
     |---|---|
     | `adapt/drift_cost` | accuracy lost to the drift |
-    | `adapt/recovery` | share of that accuracy regained, logged if the loss is at least one point |
+    | `adapt/recovery` | share of that accuracy regained, logged if at least one point was lost |
     | `adapt/clean_loss` | accuracy lost on the first task |
     | `adapt/gate_flips` | share of gate decisions that changed, on the same drifted samples |
     | `adapt/weights_free` | share of weights that may adapt |
 
     All values are measured on the validation split, and a test logs them again. `validation_step`
     must return the class logits, as a tensor or under the key `logits`, and labels must be the
-    second item of the batch. A run that is resumed after the drift logs no flips.
+    second item of the batch. A run that is resumed after the drift logs no gate flips.
 
     >>> Adapt("gates", batches=100).train
     'gates'
@@ -71,19 +72,19 @@ class Adapt(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.done = 0  # batches learned from since the drift
+        self.done = 0  # batches trained on since the drift
         self.rates = torch.empty(0)  # mean share of samples that open each block, before the drift
-        self._epoch = (torch.zeros(()), 0)  # current epoch: sum of shares, number of batches
-        self.accuracy = torch.full((2, 2), torch.nan).double()  # (before and after, task)
-        self.figures: dict[str, float] = {}  # logged values by key
+        self._epoch = (torch.zeros(()), 0)  # (sum of shares, number of batches) in this epoch
+        self.accuracy = torch.full((2, 2), torch.nan).double()  # (before or after adapting, task)
+        self.figures: dict[str, float] = {}  # logged key -> value
 
     def _forget(self) -> None:
         self._data: TaskData | None = None
         self._gates: dict[str, GateLike] = {}
         self._protection: Protection | None = None
-        self._counts = AccuracyMatrix(2)  # current validation
-        self._buffers: dict[str, Tensor] = {}  # the module's, when adaptation begins
-        self._decisions: dict[int, Tensor] = {}  # before adaptation, by batch index
+        self._counts = AccuracyMatrix(2)  # accuracy in the current validation
+        self._buffers: dict[str, Tensor] = {}  # module buffers when adaptation begins
+        self._decisions: dict[int, Tensor] = {}  # batch index -> gates before adaptation
         self._flips: list[Tensor] = []
 
     @property
@@ -107,7 +108,7 @@ class Adapt(pl.Callback):
             check_no_running_state(pl_module, trainer, self)
         if (trainer.check_val_every_n_epoch, trainer.val_check_interval) != (1, 1.0):
             raise ValueError(
-                "Adapt needs a validation after every epoch: leave `check_val_every_n_epoch` and "
+                "Adapt needs validation after every epoch: leave `check_val_every_n_epoch` and "
                 "`val_check_interval` at their defaults."
             )
         needed = self.train not in ("nothing", "all")
@@ -129,8 +130,8 @@ class Adapt(pl.Callback):
         shares, batches = self._epoch
         if self.accuracy[0].isnan().any() or (self._gates and not batches):
             raise ValueError(
-                "Adapt needs an epoch and a validation of both tasks before the drift: use it from "
-                "the start of training, with data that evaluates all tasks."
+                "Adapt needs one epoch and a validation on both tasks before the drift: use it "
+                "from the start of training, with data that evaluates all tasks."
             )
         if not len(self.rates) and self._gates:  # already known in a resumed run
             self.rates = mean_over_ranks(trainer, shares / batches).cpu()
@@ -147,8 +148,8 @@ class Adapt(pl.Callback):
             active = dict(zip(gates, often, strict=True))
             if all(opened.all() for opened in often):
                 rank_zero_warn(
-                    f"No unit is open for less than {self.inactive:.0%} of the samples, so no "
-                    "inactive weights adapt: raise `inactive`, or close more units."
+                    f"No unit is open for less than {self.inactive:.0%} of the samples, so there "
+                    "are no inactive weights to adapt: raise `inactive`, or close more units."
                 )
         self._protection.add(lambda gate: active.get(gate))
         for optimizer in trainer.optimizers:
@@ -229,7 +230,7 @@ class Adapt(pl.Callback):
             return
         if self.done != self.batches:
             rank_zero_warn(
-                f"Adapt has learned from {self.done} batches instead of {self.batches}: "
+                f"Adapt trained on {self.done} batches instead of {self.batches}: "
                 "increase `max_epochs`, and leave out `min_epochs` and `min_steps`."
             )
         buffers = dict(pl_module.named_buffers())

@@ -22,21 +22,21 @@ from ._shared import state_key
 class AddGates(pl.Callback):
     """Adds gates to the feed-forward units, attention heads or channels of any model.
 
-    Gates are added when the module is complete and before its optimizers are created. List this
+    Gates are added once the module is complete, before its optimizers are created. List this
     callback before others, such as those that average weights. Gates need a higher learning rate
     than weights and no weight decay: use `dg_lightning.param_groups` in `configure_optimizers`.
 
     Args:
-        feed_forward: Settings of gates on units between linear layers (`{"kind": "static"}`).
-        heads: Settings of gates on attention heads, which must be static.
-        channels: Settings of gates on channels between convolutions, which must be static.
-        pairs: Pairs of linear layer names, see `add_gates`.
+        feed_forward: Settings for gates on units between linear layers (`{"kind": "static"}`).
+        heads: Settings for gates on attention heads. These gates must be static.
+        channels: Settings for gates on channels between convolutions. These must be static.
+        pairs: Pairs of linear layer names (see `add_gates`).
         layers: Name patterns of the layers that read the units (default: all).
         submodule: Name of the submodule that gets gates (default: the whole LightningModule).
-        example: Example inputs of `submodule`. The default is its `example_input_array` or
-            `dummy_inputs`. If it has neither, the inputs of the first batch of the DataModule or of
-            the LightningModule's loader are used.
-        more_examples: Further examples, which run other branches of the model.
+        example: Example inputs for `submodule`. The default is its `example_input_array` or
+            `dummy_inputs`. If it has neither, the inputs come from the first batch of the
+            DataModule or of the LightningModule's loader.
+        more_examples: Further examples that run other branches of the model.
 
     >>> AddGates(feed_forward={"kind": "static"}).settings["feed_forward"]
     {'kind': 'static'}
@@ -80,7 +80,7 @@ class AddGates(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # A `GatedClassifier` can be loaded from its checkpoint alone, see `restore_gates`.
+        # Lets `restore_gates` load a `GatedClassifier` from its checkpoint alone.
         if self._found is None:
             return {}
         found = self._found.state()
@@ -105,7 +105,7 @@ class AddGates(pl.Callback):
                 f"`submodule` of AddGates must name a submodule of {type(pl_module).__name__} "
                 f"({parts}), got {self.submodule!r}."
             ) from error
-        if not gated_units(part):  # added neither in an earlier stage nor manually
+        if not gated_units(part):  # not added in an earlier stage or manually
             self._put_into(part, trainer, pl_module, stage)
 
     def _put_into(
@@ -113,8 +113,8 @@ class AddGates(pl.Callback):
     ) -> None:
         if has_averages(trainer):
             raise ValueError(
-                "A callback that averages weights copied the model before it had gates: put "
-                "AddGates before it, and create layers in `__init__`."
+                "A callback that averages weights copied the model before it had gates: list "
+                "AddGates before that callback, and create layers in `__init__`."
             )
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
@@ -123,7 +123,7 @@ class AddGates(pl.Callback):
             names = ", ".join(name for name, _ in part.named_children())
             raise ValueError(
                 f"AddGates runs the model on an example, but {type(part).__name__} has no "
-                f"`forward`: set `submodule` to one that has ({names})."
+                f"`forward`: set `submodule` to a part that has one ({names})."
             )
         self._found = add_gates(
             part,
@@ -152,7 +152,7 @@ class AddGates(pl.Callback):
             )
         if any(group.get("weight_decay") for group, _ in of_gates):
             rank_zero_warn(
-                "Weight decay pulls the gates of AddGates towards half open: use "
+                "Weight decay pulls the gates from AddGates towards half open: use "
                 "`dg_lightning.param_groups(self, lr, gate_lr_factor)` in `configure_optimizers`."
             )
 
@@ -162,7 +162,10 @@ def _is_name(thing: object) -> bool:
 
 
 def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Wrap the next call of a method: `around` gets the original, which is restored first."""
+    """Wrap the next call to a method.
+
+    The original method is restored and then passed to `around`.
+    """
     original = getattr(module, method)
 
     def once() -> Any:
@@ -173,7 +176,7 @@ def _extend(module: Any, method: str, around: Callable[[Callable[[], Any]], Any]
 
 
 def _is_own(pl_module: pl.LightningModule, method: str) -> bool:
-    """Return True if the user's module, not a base class of ours, defines a method."""
+    """Return True if the user's module defines a method, not one of our base classes."""
     home = str(getattr(type(pl_module), method).__module__)
     ours = home.split(".")[0] in ("lightning", "pytorch_lightning", "dg_lightning")
     return not ours or method in vars(pl_module)

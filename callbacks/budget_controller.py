@@ -29,46 +29,48 @@ from ._shared import DeferredStateCallback, mean_over_ranks, state_key
 
 
 class BudgetController(DeferredStateCallback, Penalty):
-    """Brings gates to a budget of open units or MACs and holds it.
+    """Brings gates to a budget of open units or MACs and keeps them there.
 
-    It penalises expected usage as `GatePenalty` does, with a weight λ that a controller adjusts to
-    the usage of the hard gates, including the cost of GateNets. The allowed share falls from the
-    usage at `begin` to the budget at `until`. At `freeze_at` the gates are frozen and then land on
-    the budget: over some steps their logits are shifted, in proportion to the cost of a unit, until
-    the budget is used but not exceeded. The units of a gate still open in the learned order. From
-    then on only the other weights are trained.
+    Like `GatePenalty`, it penalises expected usage. A controller adjusts the penalty weight λ to
+    the measured usage of the hard gates, including the cost of GateNets. The allowed share falls
+    from the usage at `begin` to the budget at `until`. At `freeze_at`, the gates are frozen and
+    then land on the budget: over several steps, their logits are shifted in proportion to unit
+    costs until the budget is used but not exceeded. Units in a gate keep the order they learned.
+    After `freeze_at`, only the other weights are trained.
 
     The budget is measured on validation inputs, if there are any. If training batches use a
-    different share, the target is corrected by the ratio after every validation. Averages of the
-    weights (EMA, SWA) get the frozen gates too.
+    different share, the target is corrected by the ratio after every validation. The frozen gates
+    are also copied to weight averages (EMA, SWA).
 
     Args:
-        budget: The allowed share of the dense MACs or of all units, in (0, 1], or one share for
-            each group of gates, by name pattern (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
-        measure: `macs` or `open_rate`. MACs are those of all linear layers in the module. With
-            groups, they are those of the layers behind a group's gates.
-        method: `pi`, a proportional-integral controller on log λ, or `dual`, ascent on the
-            Lagrangian. `shift` has no penalty: it shifts logits up or down until the allowed share
-            is used. Use it for gates that scale (`scale: probability`), whose closed units get no
-            gradient from the loss and would not reopen after a penalty closed them.
+        budget: The allowed share of the dense MACs or of all units, in (0, 1]. A dict sets one
+            share for each group of gates, by name pattern
+            (`{"hidden.0.*": 0.3, "hidden.1.*": 0.2}`).
+        measure: `macs` or `open_rate`. MACs are counted over all linear layers in the module or,
+            with groups, over the layers behind a group's gates.
+        method: `pi` is a proportional-integral controller on log λ. `dual` is ascent on the
+            Lagrangian. `shift` uses no penalty and instead shifts logits up or down until the
+            allowed share is used. Use `shift` for gates that scale (`scale: probability`). Their
+            closed units get no gradient from the loss, so units that a penalty closed would not
+            reopen.
         begin: When the penalty begins.
         until: When the budget should be reached.
         freeze_at: When the gates are frozen.
         every_n_steps: Optimizer steps between measurements (default: 1/200 of the training run).
         initial_weight: The initial λ.
         max_weight: The largest λ.
-        layers: Name patterns of the gates to penalise, for a single budget (default: all).
+        layers: Name patterns of the gates to penalise if there is a single budget (default: all).
         name: Suffix of the logged keys, to distinguish several penalties in one Trainer.
 
     Raises:
-        ValueError: If the budget is below the usage of gates at their floors, GateNets and ungated
-            layers, or if another penalty acts on the same gates.
+        ValueError: If the budget is below what the model uses with all gates at their floors,
+            including GateNets and ungated layers, or if another penalty acts on the same gates.
 
     | logged key | meaning |
     |---|---|
     | `gates/penalty` | penalised usage, with the suffix `/<pattern>` for several budgets |
     | `gates/penalty_weight` | λ, with the same suffix |
-    | `gates/budget_used`, `gates/budget_allowed` | used and allowed share, with the same suffix |
+    | `gates/budget_used`, `gates/budget_allowed` | used and allowed shares, with the same suffix |
 
     >>> BudgetController(budget=0.25).measure
     'macs'
@@ -127,7 +129,7 @@ class BudgetController(DeferredStateCallback, Penalty):
 
     @property
     def reached(self) -> float | dict[str, float]:
-        """The last measured share that deployed gates use, by pattern for several budgets."""
+        """The share that deployed gates used when last measured, by pattern for several budgets."""
         shares = {name: regulator.reached for name, regulator in self._regulators.items()}
         return shares if isinstance(self.budget, dict) else shares.get("", 0.0)
 
@@ -161,7 +163,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return the allowed share over the steps, assuming full usage at `begin`."""
+        """Return the curve of each allowed share, assuming full usage at `begin`."""
         curves = []
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
@@ -252,7 +254,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def _freeze(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Freeze the gates, and copy them to averages of the weights."""
+        """Freeze the gates and copy them to the weight averages."""
         self.frozen = True
         self._held = FrozenGates(self.term.gates.values())
         for shared in self.term.shared(trainer):
@@ -279,7 +281,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._freeze(trainer, pl_module)
 
     def _validated(self, trainer: pl.Trainer) -> list[Regulator]:
-        """Return the regulators in a validation during `fit`, none before the first step."""
+        """Return the regulators that validation updates, if training has taken a step."""
         fits = trainer.state.fn == "fit" and not trainer.sanity_checking
         return list(self._regulators.values()) if fits and trainer.global_step else []
 

@@ -30,7 +30,7 @@ _KEPT = 20  # number of recent states kept per gate
 
 
 class CollapseDetector(DeferredStateCallback):
-    """Monitors p and g of every gate and reports failures with their cause.
+    """Monitors p and g of every gate and reports failures and their causes.
 
     Modes: `closed_by_threshold` (p high, g falls to 0), `closed_by_penalty` (p falls too),
     `phase_shock` (a collapse at a phase boundary), `all_open`, `identical_gates`, `flapping`, and
@@ -39,8 +39,8 @@ class CollapseDetector(DeferredStateCallback):
 
     Args:
         action: `warn` only warns. `rescue` also reduces the penalty, lowers θ, raises τ, lifts
-            biases or revives units, depending on the mode, and reverts this once the gate has been
-            healthy for a while. `stop` ends the training run on all ranks.
+            biases or revives units, depending on the mode. It relaxes these measures once the gate
+            has been healthy for a while. `stop` ends the training run on all ranks.
         every_n_steps: Optimizer steps between checks. The default is the Trainer's logging
             interval, at most 1/20 of the training run.
         limits: Limits within which a gate counts as healthy.
@@ -49,7 +49,7 @@ class CollapseDetector(DeferredStateCallback):
 
     | logged key | meaning |
     |---|---|
-    | `collapse/<mode>` | number of gates in this mode, logged once the mode has occurred |
+    | `collapse/<mode>` | number of gates in this mode, logged after the mode first occurs |
 
     >>> CollapseDetector(action="rescue").action
     'rescue'
@@ -145,7 +145,7 @@ class CollapseDetector(DeferredStateCallback):
             history = self._history[name]
             history.append(self._state(trainer, name, gate, gate_figures))
             del history[:-_KEPT]
-            frozen = shared_state(trainer, gate).frozen  # no longer learns
+            frozen = shared_state(trainer, gate).frozen  # the gate no longer learns
             verdict = None if frozen else diagnose(history, self.limits)
             if verdict is not None and verdict.mode in self.modes:
                 found[name] = verdict
@@ -218,7 +218,7 @@ class CollapseDetector(DeferredStateCallback):
             n: [GateState.from_dict(s) for s in h] for n, h in state["history"].items()
         }
         self._showing = dict(state["showing"])
-        key = "penalized_since" if "penalized_since" in state else "pressed_since"  # in 0.2
+        key = "penalized_since" if "penalized_since" in state else "pressed_since"  # version 0.2
         self._penalized_since = dict(state[key])
         self._rescues |= {name: Rescue(**r) for name, r in state["rescues"].items()}
         self._checked_at = state["checked_at"]

@@ -1,4 +1,4 @@
-"""Resume exactly, with the same random numbers and the unfinished end of an epoch."""
+"""Resume a run exactly: same random numbers, and the end of an interrupted epoch."""
 
 import random
 from typing import Any
@@ -18,20 +18,21 @@ _KEY = "random_generators"
 class ExactResume(pl.Callback):
     """Makes a resumed run continue exactly like an uninterrupted one.
 
-    It saves every random generator of every rank, and restores them when a run is resumed. Dropout,
-    sampled gates and other random operations then continue as in the uninterrupted run. The
-    generators are Python's `random`, NumPy's global generator, torch's on the CPU and on every CUDA
-    device, and those given to a torch `DataLoader` or its sampler. The order of the data is up to
-    the loader: our DataModules resume in mid-epoch, a plain `DataLoader` at the end of an epoch.
+    It saves the state of every random generator on every rank, and restores it when a run is
+    resumed. Dropout, sampled gates and other random operations then continue as in the
+    uninterrupted run. The generators are Python's `random`, NumPy's global generator, torch's
+    generators on the CPU and on every CUDA device, and any generator passed to a torch `DataLoader`
+    or its sampler. The data order depends on the loader: our DataModules can resume in mid-epoch,
+    but a plain `DataLoader` only at the end of an epoch.
 
-    If a checkpoint was saved at the end of a batch, the resumed run begins with the validation and
-    the end of the epoch that follow this batch. Lightning 2.6 skips both, and repeats an epoch when
-    such a run is resumed again. Two differences remain: values that a module collects in attributes
-    during an epoch are lost, and with `max_steps` a `ReduceLROnPlateau` may miss the step of that
-    epoch.
+    If a checkpoint was saved at the end of a batch, a validation or the end of an epoch may be due
+    after that batch. The resumed run then starts with these steps. Lightning 2.6 would skip both,
+    and would repeat an epoch when such a run is resumed again. Two differences remain: values that
+    a module collects in attributes during an epoch are lost, and with `max_steps` a
+    `ReduceLROnPlateau` may miss its step for that epoch.
 
-    If the checkpoint has a different number of ranks, a warning is issued and no generator is
-    restored.
+    If the checkpoint was saved with a different number of ranks, a warning is issued and no
+    generator is restored.
 
     >>> sorted(ExactResume.generators())
     ['cuda', 'numpy', 'python', 'torch']
@@ -50,7 +51,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def generators() -> dict[str, Any]:
-        """Return the state of every generator of this rank, as tensors and plain values."""
+        """Return the state of every generator on this rank, as tensors and plain values."""
         import numpy as np
 
         version, words, gauss = random.getstate()
@@ -66,7 +67,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def restore(state: dict[str, Any]) -> None:
-        """Restore every generator of this rank."""
+        """Restore every generator on this rank."""
         import numpy as np
 
         version, words, gauss = state["python"]
@@ -96,7 +97,7 @@ class ExactResume(pl.Callback):
 
     @staticmethod
     def _metrics_of_epoch(trainer: Any) -> dict[str, float]:
-        """Return an epoch's training metrics if only the end of the epoch is due."""
+        """Return the training metrics of an epoch if only the end of the epoch is due."""
         loop = trainer.fit_loop.epoch_loop
         if not trainer.training or not loop.batch_progress.is_last_batch:
             return {}
@@ -114,8 +115,8 @@ class ExactResume(pl.Callback):
         due = self._validates or self._stepped is not None
         if due and 0 <= trainer.max_steps <= checkpoint["global_step"]:
             rank_zero_warn(
-                f"`max_steps`={trainer.max_steps} was reached before a validation or the end of "
-                "an epoch that is due: raise it to run them."
+                f"`max_steps`={trainer.max_steps} was reached, but a validation or the end of an "
+                "epoch is still due: raise `max_steps` to run it."
             )
         if states is None:
             rank_zero_warn(
@@ -124,7 +125,7 @@ class ExactResume(pl.Callback):
             )
         elif len(states) != trainer.world_size:
             rank_zero_warn(
-                f"The checkpoint has the random generators of {len(states)} processes, this run "
+                f"The checkpoint has random generators for {len(states)} processes, but this run "
                 f"has {trainer.world_size}: random numbers will differ from the uninterrupted run."
             )
         else:
@@ -141,7 +142,7 @@ class ExactResume(pl.Callback):
             for counts in (epoch["total"], epoch["current"]):
                 counts["ready"] = counts["started"] = counts["processed"] + 1
         if at_batch_end:
-            # Lightning would skip a validation that had begun. Repeat it.
+            # Repeat a validation that had begun, because Lightning would skip it.
             done = validation["total"]["completed"]
             validation["total"] |= {"ready": done + 1, "started": done + 1, "processed": done}
             validation["current"] = dict.fromkeys(validation["current"], 0)
@@ -182,7 +183,7 @@ class ExactResume(pl.Callback):
         """Recreate the iterators of torch loaders.
 
         A torch loader draws a seed when its iterator is created. Lightning created the iterator
-        before the generators were restored. The uninterrupted run does so after the checkpoint.
+        before the generators were restored, but the uninterrupted run creates it after saving.
         """
         progress = trainer.fit_loop.epoch_loop.batch_progress
         between_epochs = progress.current.ready == 0 or progress.is_last_batch
@@ -217,13 +218,13 @@ class ExactResume(pl.Callback):
                 trainer.fit_loop.restarting = False
 
     def _restore_all(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        """Restore every generator of this rank, including those of loaders."""
+        """Restore every generator on this rank, including those in loaders."""
         self.restore(state)
         own, saved = loader_generators(trainer.train_dataloader), state.get("loaders", [])
         if len(own) != len(saved):
             rank_zero_warn(
-                f"The checkpoint has {len(saved)} generators of training loaders, this run has "
-                f"{len(own)}: the order of the data will differ from the uninterrupted run."
+                f"The checkpoint has {len(saved)} generators for training loaders, but this run "
+                f"has {len(own)}: the data order will differ from the uninterrupted run."
             )
             return
         for generator, value in zip(own, saved, strict=True):

@@ -28,16 +28,17 @@ _LOGGED_COLUMNS = {"open_rate": "open_rate_g", "mean_probability": "open_rate_p"
 
 
 class GateMonitor(DeferredStateCallback):
-    """Logs the activity of the hard gates in validation and test.
+    """Logs the activity of hard gates during validation and testing.
 
-    Scalars go to every logger. Pictures (units over time and by class, an input gate as the image
-    or feature list that it gates, the histogram of p) and tables go to loggers that support them,
-    every `every_n_epochs` epochs and at the end of training. A test logs them under `gates_test`.
-    The same data is written as CSV files (see `GateTables`) to the run's `gates` folder, which
-    `dg-lightning report` reads. Without validation, the logged training steps are monitored.
+    Scalars go to every logger. Loggers that support pictures and tables get these every
+    `every_n_epochs` epochs and at the end of training. The pictures show units over time and by
+    class, the histogram of p, and input gates as the image or feature list that they gate. A test
+    logs pictures and tables under `gates_test`. The same data is written as CSV files (see
+    `GateTables`) to the run's `gates` folder, which `dg-lightning report` reads. If there is no
+    validation, the gates are monitored in the training steps that are logged.
 
     Per-class rates need labels as the second item of the batch. The hardness correlation also
-    needs the class logits, returned by `validation_step` as a tensor or under the key `logits`.
+    needs `validation_step` to return the class logits, as a tensor or under the key `logits`.
 
     Args:
         every_n_epochs: Epochs between pictures and tables sent to loggers. 0 disables them.
@@ -47,14 +48,14 @@ class GateMonitor(DeferredStateCallback):
 
     | logged key | meaning |
     |---|---|
-    | `gates/open_rate` | share of open units over all gates |
-    | `gates/open_rate/<layer>` | mean share of samples that open a unit |
-    | `gates/mean_probability/<layer>` | mean probability |
-    | `gates/churn/<layer>` | mean change of a unit's share since the last snapshot |
-    | `gates/active_ratio` | share of open units over input-dependent gates |
-    | `gates/hardness_correlation` | between hardness (1 - largest class probability) and activity |
-    | `compute/...` | compute ledger, for modules that do not log it themselves |
-    | `gates/pictures`, `gates/layers`, `gates/units`, `collapse/verdicts` | media |
+    | `gates/open_rate` | share of units that are open, over all gates |
+    | `gates/open_rate/<layer>` | share of samples that open a unit, averaged over units |
+    | `gates/mean_probability/<layer>` | mean p |
+    | `gates/churn/<layer>` | mean change in a unit's open rate since the last snapshot |
+    | `gates/active_ratio` | share of units that are open, over input-dependent gates |
+    | `gates/hardness_correlation` | correlation of activity with 1 - largest class probability |
+    | `compute/...` | compute ledger, for modules that do not log one |
+    | `gates/pictures`, `gates/layers`, `gates/units`, `collapse/verdicts` | pictures and tables |
 
     >>> GateMonitor(every_n_epochs=5).every_n_epochs
     5
@@ -84,7 +85,7 @@ class GateMonitor(DeferredStateCallback):
         self._snapshot = Snapshot(self._gates)
         self._last_snapshot = self._snapshot  # last complete snapshot
         self._tables: GateTables | None = None
-        self._outcome = "skipped"  # what `history.add` returned last
+        self._outcome = "skipped"  # last return value of `history.add`
         self._last_picture_epoch: int | None = None
 
     @cached_property  # Lightning reads it in every hook of every step
@@ -96,7 +97,7 @@ class GateMonitor(DeferredStateCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if sum(type(other) is type(self) for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("Two GateMonitors would share keys and files: use only one.")
+            raise ValueError("Two GateMonitors would write the same keys and files: use only one.")
         self._tables = None  # each run has its own folder
         if is_writing_rank(trainer):
             for logger in trainer.loggers:
@@ -115,7 +116,7 @@ class GateMonitor(DeferredStateCallback):
         has_validation = trainer.enable_validation
         if self.stage == "validation" and not has_validation:
             raise ValueError(
-                "GateMonitor is set to monitor validation, but there is none: leave `stage` out."
+                "`stage='validation'` needs a validation, but this run has none: leave `stage` out."
             )
         self._monitors_training = self.stage == "train" or not has_validation
         self._snapshot = Snapshot(self._gates, self._monitors_training)
@@ -144,7 +145,7 @@ class GateMonitor(DeferredStateCallback):
         if not snapshot.results:
             return
         is_fit = trainer.state.fn == "fit"
-        # Decided on every rank, so that the callback's state stays equal.
+        # Every rank decides, so that the callback's state is the same on all ranks.
         due = is_fit and self._check_picture_due(trainer.current_epoch)
         if not is_writing_rank(trainer):
             return
@@ -196,7 +197,7 @@ class GateMonitor(DeferredStateCallback):
             self._log_batch(trainer, pl_module)
 
     def _log_batch(self, trainer: Any, pl_module: Any) -> None:
-        """Log the open rates of one batch, because an epoch may be the whole run."""
+        """Log one batch's open rates, because a run may be a single epoch."""
         gates = list(self._gates.values())
         sizes = [gate.units // gate.block_size for gate in gates]
         rates = mean_over_ranks(trainer, unit_rates(gates))

@@ -27,40 +27,42 @@ class GatePenalty(Penalty):
     """Adds ``weight * usage`` to the loss, once per forward pass.
 
     It acts in `on_before_backward`, so the module need not know about gates. Only the gradient
-    changes, not the value of the loss. The penalty is scaled like the loss in mixed precision, is
-    averaged over micro-batches with automatic gradient accumulation, and uses rates over all ranks.
+    changes, not the value of the loss. In mixed precision, the penalty is scaled like the loss.
+    With automatic gradient accumulation, it is averaged over micro-batches. Rates are averaged over
+    all ranks.
 
-    A gate records only its last forward pass. If a step runs the net several times, the last run is
-    penalised. A gate that does not run in a batch is not penalised. In manual optimization the
-    penalty is added to the loss that `manual_backward` receives. If you scale that loss, scale
+    A gate records only its last forward pass. If a step runs the net several times, only the last
+    run is penalised. A gate that does not run in a batch is not penalised. In manual optimization,
+    the penalty is added to the loss that `manual_backward` receives. If you scale that loss, scale
     `weight` too.
 
     Args:
-        weight: λ, the weight of the usage term: a number, or a schedule over optimizer steps
-            (``{start: 0, end: 0.02, begin: 3 epochs}``: a warmup at 0, then a linear ramp).
-        usage: `open_rate` is the sum over gates of the mean p (the paper's term, which excludes a
-            gate on the input, see `layers`). `expected_macs` is the expected share of the MACs of
-            all linear layers in the module. `target` is the squared distance of each gate's rate
-            from `target`. `hinge_below` and `hinge_above` are how far it lies below or above
-            `target`.
-        rate: Whether rates are means of `p` or of the hard `g`, whose gradient is that of p.
-        target: The rate for `target` and the hinges, for all gates or by name pattern (default: the
-            keep target of `ThresholdPhases`).
+        weight: λ, the weight of the usage term. It is a number or a schedule over optimizer steps.
+            For example, ``{start: 0, end: 0.02, begin: 3 epochs}`` stays at 0 for three epochs and
+            then rises linearly.
+        usage: `open_rate` is the mean p of a gate, summed over gates. This is the paper's term, but
+            the paper leaves out a gate on the input (see `layers`). `expected_macs` is the expected
+            share of the MACs in all linear layers of the module. `target` is the squared distance
+            between each gate's rate and the `target` argument. `hinge_below` and `hinge_above`
+            measure how far the rate lies below or above `target`.
+        rate: Whether rates are means of `p` or of the hard `g`, which has the same gradient as p.
+        target: The rate that `target` and the hinges aim at, for all gates or by name pattern
+            (default: the keep target of `ThresholdPhases`).
         power: Exponent of the hinges, 1 or 2.
         layers: Name patterns of the gates to penalise, such as ``"*hidden.*"`` (default: all).
-        layer_weights: Factors on the weight by name pattern. Other gates have 1.
-        unit_costs: Costs of units, for weighted means of p or g: a list by name pattern, or
-            `connections` for the number of connections that closing a unit saves.
+        layer_weights: Factors on the weight, by name pattern. The factor is 1 for all other gates.
+        unit_costs: Cost of each unit, to weight the means of p or g: a list for each name pattern,
+            or `connections`, the number of connections that closing a unit saves.
         name: Suffix of the logged keys, to distinguish several penalties in one Trainer.
 
     Raises:
-        ValueError: If the module has no gate, a pattern matches none, `expected_macs` finds no
+        ValueError: If the module has no gate, a pattern matches no gate, `expected_macs` finds no
             linear layer for a gate, or a target is missing.
 
     | logged key | meaning |
     |---|---|
-    | `gates/penalty` | the usage term, before the weight |
-    | `gates/penalty_weight` | λ, with the factors of phases and rescues (mean over gates) |
+    | `gates/penalty` | the usage term, before it is weighted |
+    | `gates/penalty_weight` | λ times the factors from phases and rescues, averaged over gates |
 
     >>> GatePenalty(weight=0.1, usage="expected_macs").usage
     'expected_macs'
@@ -100,7 +102,7 @@ class GatePenalty(Penalty):
                     f"`unit_costs` must be at least 0, got {min(costs)} for {pattern!r}."
                 )
         if unit_costs is not None and usage == "expected_macs":
-            raise ValueError("`expected_macs` has its own costs: leave `unit_costs` out.")
+            raise ValueError("`expected_macs` sets its own unit costs: leave `unit_costs` out.")
         self.usage: Usage = usage
         self.rate: Literal["p", "g"] = rate
         self.target = target
@@ -119,7 +121,7 @@ class GatePenalty(Penalty):
         if self.usage == "expected_macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
                 f"`usage='expected_macs'` found no linear layer for {', '.join(unknown)}: "
-                "declare it in `feeds` of the gate, or use `usage='open_rate'`."
+                "declare the layer in the gate's `feeds`, or use `usage='open_rate'`."
             )
         self._prices = None
         if self.usage == "expected_macs":
@@ -135,7 +137,7 @@ class GatePenalty(Penalty):
             if len(values) != blocks or min(values) < 0 or sum(values) <= 0:
                 raise ValueError(
                     f"`unit_costs` of {name} must be {blocks} numbers, at least 0 and not all 0, "
-                    f"got {len(values)} from {min(values)} to {max(values)}."
+                    f"got {len(values)} numbers from {min(values)} to {max(values)}."
                 )
         self.term = PenaltyTerm(gates, self.rate, costs)
         layer_weights = values_by_pattern("layer_weights", self.layer_weights, gates, 1.0)
@@ -148,7 +150,7 @@ class GatePenalty(Penalty):
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return the weight, and the target if there is one, over the steps."""
+        """Return the curve of the weight and, if one is set, of the target."""
         gates = tuple(gate_layers(pl_module, self.layers))
         suffix = "" if self.name is None else f" {self.name}"
         curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates)]
@@ -165,14 +167,14 @@ class GatePenalty(Penalty):
         self._targets.set(self._target_rates(trainer))
         if self._prices is not None:
             self._prices.update()
-        if self.usage != "hinge_below":  # it never closes gates
+        if self.usage != "hinge_below":  # this usage never closes gates
             for state in shared:
                 state.penalty_begun = state.penalty_begun or weight * state.factor > 0
         return self.term.prepare(trainer)
 
     @override
     def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        # The gradient of the linear term does not depend on other processes.
+        # `open_rate` is linear, so its gradient does not depend on other processes.
         rates = self.term.rates(trainer, pl_module, loss, over_ranks=self.usage != "open_rate")
         if rates is None:
             return
@@ -209,7 +211,7 @@ class GatePenalty(Penalty):
         both = [keep if own is None else own for own, keep in zip(given, phases, strict=True)]
         if missing := [name for name, value in zip(gates, both, strict=True) if value is None]:
             raise ValueError(
-                f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: set it, or "
+                f"`usage={self.usage!r}` needs a `target` for {', '.join(missing)}: set one, or "
                 "add ThresholdPhases, which sets keep targets."
             )
         return [value for value in both if value is not None]

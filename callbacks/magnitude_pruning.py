@@ -27,21 +27,22 @@ from .sparse import NewMasks, SparseCallback
 class MagnitudePruning(SparseCallback):
     """Prunes the smallest weights and keeps them at 0.
 
-    By default it prunes in one shot, before training (`begin: 0`) or later (`begin: 15 epochs`),
-    followed by fine-tuning. If `until` is later than `begin`, it prunes gradually: sparsity follows
-    a cubic schedule (Zhu, Gupta: "To prune, or not to prune", arXiv:1710.01878).
+    By default, it prunes in one shot, either before training (`begin: 0`) or later
+    (`begin: 15 epochs`), and the remaining steps fine-tune the net. If `until` is later than
+    `begin`, it prunes gradually: sparsity follows a cubic schedule (Zhu, Gupta: "To prune, or not
+    to prune", arXiv:1710.01878).
 
     Args:
-        sparsity: The final share of weights that are 0, over all layers or by name pattern.
-        scope: `global` ranks the weights of all layers together, `layer` prunes each layer to the
+        sparsity: Final share of weights that are 0, for all layers together or by name pattern.
+        scope: `global` ranks the weights of all layers together. `layer` prunes each layer to the
             given sparsity.
         begin: When pruning begins.
         until: When the final sparsity is reached (default: at `begin`, in one shot).
-        every_n_steps: Optimizer steps between gradual prunings.
-        layers: Name patterns of linear and convolution layers (default: all outside of gates).
-        structure: `unstructured`, or with `scope: layer` also `block:16`, `2:4` or `fan_in`, see
-            `RigL`.
-        masks: A checkpoint to take the initial masks from, see `RigL`.
+        every_n_steps: Optimizer steps between updates when pruning gradually.
+        layers: Name patterns of linear and convolution layers (default: all outside gates).
+        structure: `unstructured`. With `scope: layer`, also `block:16`, `2:4` or `fan_in` (see
+            `RigL`).
+        masks: A checkpoint that provides the initial masks (see `RigL`).
 
     Logs the same keys as `RigL`.
 
@@ -65,7 +66,7 @@ class MagnitudePruning(SparseCallback):
         if scope == "global" and (isinstance(sparsity, dict) or structure != "unstructured"):
             raise ValueError(
                 "`scope: global` needs one `sparsity` for all layers and no `structure`: use "
-                "`scope: layer`."
+                "`scope: layer` instead."
             )
         if self.structure.density is not None and until is not None:
             raise ValueError(
@@ -121,7 +122,7 @@ class MagnitudePruning(SparseCallback):
         return step - last >= self.every_n_steps
 
     def progress(self, step: int) -> float:
-        """Return the share of the final sparsity that is reached at a step."""
+        """Return the share of the final sparsity reached at a step."""
         if step >= self._until:
             return 1.0
         return 1 - (1 - (step - self._begin) / (self._until - self._begin)) ** 3
@@ -148,7 +149,7 @@ class MagnitudePruning(SparseCallback):
         parts = largest(together, count).split(sizes)
         if empty := [n for n, part in zip(scores, parts, strict=True) if not bool(part.any())]:
             rank_zero_warn(
-                f"MagnitudePruning has left no connection in {', '.join(empty)}, whose weights are "
-                "smaller than those of other layers: use `scope: layer`, or lower `sparsity`."
+                f"MagnitudePruning has left no connection in {', '.join(empty)}, where weights are "
+                "smaller than in other layers: use `scope: layer`, or lower `sparsity`."
             )
         return {n: part.reshape(scores[n].shape) for n, part in zip(scores, parts, strict=True)}

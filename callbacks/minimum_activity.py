@@ -1,4 +1,4 @@
-"""Keep a minimum of gates open (section 4.1 (4) of the paper)."""
+"""Keep a minimum number of gates open (section 4.1 (4) of the paper)."""
 
 from functools import cached_property
 from typing import Any
@@ -26,18 +26,18 @@ _CHECKS = 10  # number of checks before a unit counts as dead
 
 
 class MinimumActivity(DeferredStateCallback):
-    """Keeps a minimum of gates open and revives dead units.
+    """Keeps a minimum number of gates open and revives dead units.
 
-    The floor is part of the gate and its checkpoint, so it holds in deployment too. Every sample
-    opens at least that many units, those with the largest p.
+    The minimum is a floor that is part of the gate and its checkpoint, so it also applies in
+    deployment. Every sample opens at least that many units, starting with the largest p.
 
     Args:
-        min_open: The floor for all gates or by name pattern: a share of a layer's gates such as
-            "5%" (the paper's r_min, 5 to 10 %), or a count (its forced top-k). None keeps the
-            floors that gates already have.
+        min_open: The floor, for all gates or by name pattern. It is either a share of a layer's
+            gates, such as "5%" (r_min in the paper, 5 to 10%), or a count (the paper's forced
+            top-k). None keeps the floors that gates already have.
         revive_after: How long a unit of a GateNet may stay closed for all samples before it is
             reset to its initial open rate (default: forever).
-        revive_until: When reviving ends, so that gates can settle.
+        revive_until: When to stop reviving units, so that gates can settle.
         layers: Name patterns of the gates (default: all).
 
     >>> MinimumActivity(min_open="5%").min_open
@@ -79,8 +79,8 @@ class MinimumActivity(DeferredStateCallback):
         self._watched = {n: gate for n, gate in self._gates.items() if gate.input_dependent}
         if self.revive_after is not None and not self._watched:
             raise ValueError(
-                "`revive_after` is for GateNets, but there are none: leave it out, because a "
-                "closed static gate still gets a gradient that can open it again."
+                "`revive_after` is for GateNets, but there are none: leave it out. Closed static "
+                "gates still get a gradient that can reopen them."
             )
         self._statistics = GateStatistics(list(self._watched.values()), _CHECKS)
 

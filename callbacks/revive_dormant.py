@@ -23,17 +23,18 @@ class Revival(DeferredStateCallback):
     """Base class of `ReviveDormant` and `ContinualBackprop`.
 
     A revived unit gets fresh incoming weights, zero outgoing weights, and fresh optimizer state.
-    Its mean output is added to a bias. The units between linear layers or convolutions are found by
-    running the model. Units that a finished task uses (`TaskGates`) are skipped.
+    Its old mean contribution is added to the bias of the layer that reads the unit. Units between
+    linear layers or convolutions are found by running the model. Units that a finished task uses
+    are skipped (see `TaskGates`).
 
     Args:
-        threshold: A unit is dormant if its mean output is at most this share of its layer's mean.
+        threshold: A unit is dormant if its mean output is at most this share of the layer's mean.
         every_n_steps: Optimizer steps between counts of dormant units.
-        maturity: Number of passes after which a unit may be revived.
-        decay: Decay of the running means of units.
+        maturity: Number of forward passes before a unit may be revived.
+        decay: Decay of the units' running means.
         layers: Name patterns of the layers that read the units (default: all).
-        example: Example inputs of the LightningModule, see `AddGates`.
-        seed: Seed of fresh weights (default: the seed of the run).
+        example: Example inputs for the LightningModule (see `AddGates`).
+        seed: Seed for fresh weights (default: the run's seed).
     """
 
     @checked
@@ -64,7 +65,7 @@ class Revival(DeferredStateCallback):
         self._handles: list[Any] = []
 
     def is_due(self, name: str, step: int) -> bool:
-        """Return True if units of a layer may be revived after this step."""
+        """Return True if units in a layer may be revived after this step."""
         return step % self.every_n_steps == 0
 
     def choose(self, name: str, figures: Tensor, dormant: Tensor, mature: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class Revival(DeferredStateCallback):
         found = find_watched(pl_module, example, self.decay)
         self.units = filter_by_name(found, self.layers, "layer with units")
         self._handles = [units.watch() for units in self.units.values()]
-        self._pending = dict.fromkeys(self.units, 0.0)  # fractional number of due units
+        self._pending = dict.fromkeys(self.units, 0.0)  # number of units due, may be fractional
         self._revived = dict.fromkeys(self.units, 0)
         self._shares = dict.fromkeys(self.units, 0.0)
         seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
@@ -167,11 +168,11 @@ class Revival(DeferredStateCallback):
 
 
 class ReviveDormant(Revival):
-    """Revives dormant units regularly, to keep a net plastic.
+    """Revives dormant units regularly to keep a net plastic.
 
-    A unit is dormant if its mean output is at most `threshold` of its layer's mean (Sokar et al.,
-    "The dormant neuron phenomenon in deep reinforcement learning", arXiv:2302.12902). Takes the
-    arguments of `Revival`.
+    A unit is dormant if its mean output is at most `threshold` times the layer's mean (Sokar et
+    al., "The dormant neuron phenomenon in deep reinforcement learning", arXiv:2302.12902). The
+    callback takes the same arguments as `Revival`.
 
     | logged key | meaning |
     |---|---|
@@ -187,25 +188,25 @@ class ReviveDormant(Revival):
         chosen = dormant & mature
         if count := int(chosen.sum()):
             rank_zero_info(
-                f"ReviveDormant at step {self._seen_at} revives {count} units in {name}."
+                f"ReviveDormant revives {count} units in {name} at step {self._seen_at}."
             )
         return chosen
 
 
 class ContinualBackprop(Revival):
-    """Revives the least useful units at a steady rate, to keep a net plastic.
+    """Revives the least useful units at a steady rate to keep a net plastic.
 
-    In every step a share `rate` of the units becomes due. The mature units with the smallest
+    In every step, a share `rate` of the units becomes due. The mature units with the smallest
     product of mean output and outgoing weights are revived (Dohare et al., "Loss of plasticity in
-    deep continual learning", Nature 632, 2024). Logs the same keys as `ReviveDormant`.
+    deep continual learning", Nature 632, 2024). The logged keys are those of `ReviveDormant`.
 
     Args:
         rate: Share of units to revive in every step.
-        maturity: Number of passes after which a unit may be revived.
-        decay: Decay of the running means of units.
+        maturity: Number of forward passes before a unit may be revived.
+        decay: Decay of the units' running means.
         layers: Name patterns of the layers that read the units (default: all).
-        example: Example inputs of the LightningModule, see `AddGates`.
-        seed: Seed of fresh weights (default: the seed of the run).
+        example: Example inputs for the LightningModule (see `AddGates`).
+        seed: Seed for fresh weights (default: the run's seed).
 
     >>> ContinualBackprop(rate=1e-3).maturity
     100

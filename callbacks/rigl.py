@@ -23,50 +23,51 @@ from dg_lightning.training.optimizers import has_fused_unscale
 from ._shared import mean_over_ranks
 from .sparse import NewMasks, Rewiring
 
-_LEAST_RATE = 1e-3  # lower bound on the share of samples that open both ends
+_LEAST_RATE = 1e-3  # lower bound on the share of samples that open both ends of a connection
 
 
 class RigL(Rewiring):
     """Trains a sparse net and moves connections to where the gradient is largest.
 
     Every `every_n_steps` optimizer steps, right after the step, each layer drops the connections
-    with the smallest weights and grows as many where the gradient with respect to the missing
-    weight is largest. That gradient is dense, unscaled, and covers all micro-batches and ranks of
-    the step. New connections start at 0, with fresh optimizer state. A connection that was just
-    dropped may grow again and then keeps its weight, as in the original code. A step with a
-    non-finite gradient changes no connections.
+    with the smallest weights. It grows as many new ones where the missing weights have the largest
+    gradients. These gradients are dense and unscaled, and cover all micro-batches and ranks of the
+    step. New connections start at 0, with fresh optimizer state. A connection that was just dropped
+    may grow again and then keeps its weight, as in the original code. A step with a non-finite
+    gradient changes no connections.
 
-    Masks are part of this callback's state. The model's state holds plain weights with zeros and
-    loads without this package. Missing weights are exactly 0 after every optimizer step. A frozen
-    copy of the net within the module, such as a mean teacher, is not changed: where connections
-    were dropped, its weights fade and are not exactly 0.
+    Masks are part of this callback's state. The model's own state contains plain weights with
+    zeros, so it loads without this package. Missing weights are exactly 0 after every optimizer
+    step. A frozen copy of the net within the module, such as a mean teacher, is not masked. Where
+    connections were dropped, the weights of the copy fade but are not exactly 0.
 
     (Evci, Gale, Menick, Castro, Elsen: "Rigging the Lottery: Making All Tickets Winners",
     arXiv:1911.11134.)
 
     Args:
-        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        sparsity: Share of weights that are 0, for all layers together or by name pattern.
         distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers (default: all outside of gates).
-        structure: `unstructured`, `block:16` for squares of 16 x 16, `2:4` for 2 of every 4 inputs,
-            or `fan_in` for the same number of inputs for every output.
+        layers: Name patterns of linear and convolution layers (default: all outside gates).
+        structure: `unstructured`, `block:16` (squares of 16 x 16 weights), `2:4` (2 of every 4
+            inputs) or `fan_in` (the same number of inputs for every output).
         every_n_steps: Optimizer steps between updates.
-        drop_fraction: The share of connections that the first update drops.
-        drop_shape: How that share decreases until the last update.
+        drop_fraction: Share of connections to drop in the first update.
+        drop_shape: How this share decreases until the last update.
         until: When updates end.
         grow: `gradient` uses the gradient of the current step. `mean_gradient` uses a running mean,
             which takes as much memory as the weights.
         mean_decay: Decay of the running mean.
-        gate_aware: Closed units starve the gradient of their connections. `grow` divides the
-            gradient by the share of samples with both ends open. `drop_and_grow` also multiplies
-            the weight by that share before the smallest are dropped. `no` is the paper's rule.
-        exclude_just_dropped: Whether connections that were just dropped may not grow again.
-        skip_optimizer_step: Whether an update replaces the optimizer's step, as in the original.
-            Counters and schedules still advance.
+        gate_aware: Whether to correct for closed units, whose connections get little gradient. `no`
+            is the paper's rule. `grow` divides the gradient by the share of samples that open both
+            ends of the connection. `drop_and_grow` also multiplies the weight by that share before
+            the smallest are dropped.
+        exclude_just_dropped: Whether dropped connections cannot grow again in the same update.
+        skip_optimizer_step: Whether an update replaces the optimizer's step, as in the original
+            code. Counters and schedules still advance.
         initial: The initial connections: `random`, or those with the largest weights (`magnitude`).
-        masks: A checkpoint to take the initial masks from, saved by this package or pruned with
-            torch.nn.utils.prune or Lightning's ModelPruning.
-        seed: Seed of the random masks (default: the seed of the run).
+        masks: A checkpoint that provides the initial masks, either saved by this package or pruned
+            with torch.nn.utils.prune or Lightning's ModelPruning.
+        seed: Seed for the random masks (default: the run's seed).
 
     | logged key | meaning |
     |---|---|
@@ -111,7 +112,7 @@ class RigL(Rewiring):
         self.gate_aware = gate_aware
         self.skip_optimizer_step = skip_optimizer_step
         self._means: dict[str, Tensor] = {}
-        self._gradients: dict[SparseLayer, Tensor] = {}  # magnitudes, for layers that change
+        self._gradients: dict[SparseLayer, Tensor] = {}  # gradient magnitudes of layers that change
         self._open: OpenRates | None = None
 
     @override
@@ -122,14 +123,14 @@ class RigL(Rewiring):
             self._open = OpenRates(pl_module, [x.layer for x in self.connections.values()])
             if not self._open.gates:
                 raise ValueError(
-                    f"`gate_aware={self.gate_aware!r}` found no gate at the layers to rewire: "
-                    "leave it out, or declare `feeds` of the gates."
+                    f"`gate_aware={self.gate_aware!r}` found no gate on the layers to rewire: "
+                    "leave it out, or declare the `feeds` of the gates."
                 )
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Like gradients, open rates cover all micro-batches of a step. With several optimizers, one
-        # backward pass may serve the steps of all of them.
+        # backward pass may serve all their steps.
         if self._open is None:
             return
         coming = range(trainer.global_step + 1, trainer.global_step + 1 + len(trainer.optimizers))
@@ -153,12 +154,12 @@ class RigL(Rewiring):
         if due and self.skip_optimizer_step:
             if has_fused_unscale(trainer, optimizer):
                 raise ValueError(
-                    "`skip_optimizer_step` needs an optimizer that is not fused, with a gradient "
-                    "scaler: set fused=False, or leave it out."
+                    "With a gradient scaler, `skip_optimizer_step` needs an optimizer that is not "
+                    "fused: set fused=False, or leave `skip_optimizer_step` out."
                 )
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = None  # optimizers skip it
+                    parameter.grad = None  # optimizers skip parameters without a gradient
 
     def _update_means(self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer]) -> None:
         """Update the running mean of unscaled gradients."""

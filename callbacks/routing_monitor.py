@@ -12,7 +12,7 @@ from dg_lightning.monitoring.activity import RoutingStatistics
 
 
 class RoutingMonitor(pl.Callback):
-    """Logs expert usage in validation and test.
+    """Logs expert usage during validation and testing.
 
     `validation_step` and `test_step` must return the class logits, as a tensor or under the key
     `logits`, and the labels must be the second item of the batch.
@@ -25,7 +25,7 @@ class RoutingMonitor(pl.Callback):
     | `routing/entropy/<layer>` | entropy of expert usage, in nats |
     | `routing/cv/<layer>` | coefficient of variation of expert usage |
     | `routing/mutual_information/<layer>` | mutual information of first expert and class, in nats |
-    | `routing/dropped/<layer>` | assignments dropped for lack of capacity, per training epoch |
+    | `routing/dropped/<layer>` | assignments dropped per training epoch, for lack of capacity |
     | `routing/capacity/<layer>` | mean expert capacity over training batches, in samples |
 
     >>> RoutingMonitor(layers=["net.router"]).layers
@@ -47,8 +47,8 @@ class RoutingMonitor(pl.Callback):
         self._routers = {name: gate for name, gate in gates.items() if hasattr(gate, "chosen")}
         if not self._routers:
             raise ValueError(
-                "RoutingMonitor needs routers, as in SwitchMoE, but there are only the gates "
-                f"{', '.join(gates)}: use GateMonitor for them."
+                "RoutingMonitor needs routers such as SwitchMoE's, but found only the gates "
+                f"{', '.join(gates)}: use GateMonitor instead."
             )
 
     @override
@@ -80,8 +80,8 @@ class RoutingMonitor(pl.Callback):
         logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
         if not isinstance(logits, Tensor):
             raise TypeError(
-                "RoutingMonitor needs the class logits: return them from `validation_step` and "
-                f"`test_step`, as a tensor or under the key 'logits'; got {type(outputs).__name__}."
+                "RoutingMonitor needs `validation_step` and `test_step` to return the class logits "
+                f"as a tensor or under the key 'logits', got {type(outputs).__name__}."
             )
         for name, router in self._routers.items():
             if name not in self._statistics:

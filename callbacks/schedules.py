@@ -30,13 +30,13 @@ class TemperatureAnnealing(pl.Callback):
     """Anneals the temperature τ of gates over the optimizer steps.
 
     τ is part of the gate, so a checkpoint is deployed with the τ of its step. If the schedule
-    starts at a different τ than the gates were built with, their logits are scaled once, so that
-    every unit keeps its initial p.
+    starts at a different τ from the one the gates were built with, the logits are rescaled once so
+    that every unit keeps its initial p.
 
     Args:
         start: τ until `begin`.
         end: τ from `until` on.
-        shape: The curve between them.
+        shape: Shape of the curve from `start` to `end`.
         begin: When τ begins to change.
         until: When τ reaches `end`.
         staircase: `epoch` holds τ constant within each epoch.
@@ -84,7 +84,7 @@ class TemperatureAnnealing(pl.Callback):
                 set_initial_temperature(gate, self._value_at(0))
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return the temperature over the steps."""
+        """Return the curve of the temperature."""
         gates = tuple(gate_layers(pl_module, self.layers))
         return [Curve("temperature", "τ", self.schedule.resolve(clock), gates)]
 
@@ -109,18 +109,19 @@ _PAPER = (
 
 
 class ThresholdPhases(pl.Callback):
-    """Schedules keep target, threshold and penalty weight in phases.
+    """Schedules the keep target, threshold and penalty weight in phases.
 
     The threshold is written to the gates. Penalties read the keep target and the weight factor: a
     `GatePenalty(usage="target")` without a `target` follows the keep target, and every penalty on
-    these gates is multiplied by the factor.
+    these gates is multiplied by the weight factor.
 
     Args:
-        phases: The phases in order (default: the paper's three, with values from the middle of its
-            ranges).
-        transition: Length of the smooth transition between phases. 0 makes it a jump.
-        buffer_keep: An intermediate keep target before the last phase, if that phase's is lower
-            (about 0.30 in the paper, to avoid a collapse). None disables it.
+        phases: The phases in order (default: the paper's three phases, with values from the middle
+            of the ranges it gives).
+        transition: Length of the smooth transition between phases. With 0, values jump.
+        buffer_keep: An intermediate keep target that avoids a collapse before the last phase (about
+            0.30 in the paper). It is used if it lies between the keep targets of the last two
+            phases. None disables it.
         buffer: How long the intermediate target is held.
         layers: Name patterns of the gates (default: all).
 
@@ -169,11 +170,11 @@ class ThresholdPhases(pl.Callback):
         warn_of_risks(self, trainer, pl_module)
 
     def _resolve(self, clock: Clock) -> tuple[ValueAt, ValueAt, ValueAt]:
-        """Return keep target, threshold and factor as functions of the step."""
+        """Return the keep target, threshold and weight factor as functions of the step."""
         starts = [clock.steps(phase.begin, "begin") for phase in self.phases]
         if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
             raise ValueError(
-                "`phases` must begin in order, and the first at step 0, got steps "
+                "`phases` must begin in order, with the first at step 0, got steps "
                 f"{', '.join(map(str, starts))}."
             )
         width = clock.steps(self.transition, "transition")
@@ -189,7 +190,7 @@ class ThresholdPhases(pl.Callback):
         )
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return keep target, threshold and weight factor over the steps."""
+        """Return the curves of the keep target, threshold and weight factor."""
         gates = tuple(gate_layers(pl_module, self.layers))
         keep, threshold, factor = self._resolve(clock)
         return [

@@ -1,4 +1,4 @@
-"""Train with sparse connections: base class of sparse callbacks, fixed masks, SET."""
+"""Train with sparse connections: the base class, fixed masks and SET."""
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
@@ -43,23 +43,25 @@ from ._shared import (
     state_key,
 )
 
-NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]  # masks and their scores
+# New masks, and the scores behind them, which must all be finite.
+NewMasks: TypeAlias = tuple[dict[SparseLayer, Tensor], list[Tensor]]
 
 
 class SparseCallback(pl.Callback):
     """Keeps the weights of missing connections at exactly 0.
 
-    Gradients are masked before the optimizer's step and weights after it, whatever else changed
-    them. A subclass decides when connections change (`changes_after`) and how (`new_masks`).
+    Gradients are masked before the optimizer's step and weights after it, even if something else
+    changed them. A subclass decides when connections change (`changes_after`) and how
+    (`new_masks`).
 
     Args:
-        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        sparsity: Share of weights that are 0, for all layers together or by name pattern.
         distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers (default: all outside of gates).
-        structure: `unstructured`, `block:16`, `2:4` or `fan_in`, see `RigL`.
-        initial: The connections: `random`, or those with the largest weights (`magnitude`).
-        masks: A checkpoint to take the masks from, see `RigL`.
-        seed: Seed of the random masks (default: the seed of the run).
+        layers: Name patterns of linear and convolution layers (default: all outside gates).
+        structure: `unstructured`, `block:16`, `2:4` or `fan_in` (see `RigL`).
+        initial: Initial connections: `random`, or those with the largest weights (`magnitude`).
+        masks: A checkpoint that provides the initial masks (see `RigL`).
+        seed: Seed for the random masks (default: the run's seed).
     """
 
     sees_all_gradients = False  # whether `see_gradients` runs in every step or only before changes
@@ -106,27 +108,27 @@ class SparseCallback(pl.Callback):
         self._user_masks = dict(masks)
 
     def changes_after(self, step: int, last: int) -> bool:
-        """Return True if a layer that changed after step `last` changes after `step`.
+        """Return True if a layer that last changed after step `last` must change after `step`.
 
         Steps are counted from 1.
         """
         return False
 
     def new_masks(self, trainer: Any, step: int, due: list[SparseLayer]) -> NewMasks:
-        """Return new masks for the layers that are due, after the optimizer's step."""
+        """Return new masks for the layers that are due. Called after the optimizer's step."""
         return {}, []
 
     def see_gradients(
         self, trainer: Any, optimizer: Optimizer, layers: list[SparseLayer], due: list[SparseLayer]
     ) -> None:
-        """Read the dense gradients of layers before they are masked."""
+        """Read the dense gradients before they are masked."""
 
     def prepare(self, clock: Clock) -> str | None:
-        """Resolve durations when training starts, and return a warning, if any."""
+        """Resolve durations when training starts. Return a warning, or None."""
         return None
 
     def reset(self) -> None:
-        """Reset the state of an earlier training run."""
+        """Discard the state of an earlier training run."""
         for layer in self.connections.values():
             layer.changed_at = 0
 
@@ -156,12 +158,12 @@ class SparseCallback(pl.Callback):
             announce_masks(pl_module, saved_masks(checkpoint))
         elif self.state_key not in checkpoint["callbacks"]:
             raise RuntimeError(
-                f"The checkpoint has no masks of {self.state_key}: start a new training run from "
-                "its weights, or resume without the callback."
+                f"The checkpoint has no masks for {self.state_key}: start a new training run from "
+                "its weights, or resume without this callback."
             )
 
     def _connect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the layers' masks from a checkpoint, from the user, or create them."""
+        """Set the masks from a checkpoint or from the user, or create new ones."""
         if self._seed is None:  # a resumed run keeps its seed
             seed = torch.initial_seed() % 2**32 if self.seed is None else self.seed
             self._seed = trainer.strategy.broadcast(seed)
@@ -193,7 +195,7 @@ class SparseCallback(pl.Callback):
         check_equal_masks(trainer, self.connections.values())
 
     def made_masks(self) -> dict[str, Tensor]:
-        """Create the initial masks of a model that has none."""
+        """Create initial masks for a model that has none."""
         wanted = layer_densities(self._layers, self.sparsity, self.distribution)
         seed = self._seed if self.initial == "random" else None
         return sample_masks(self._layers, wanted, self.structure, seed)
@@ -204,8 +206,8 @@ class SparseCallback(pl.Callback):
             self._connect(trainer, pl_module)
         if self._is_new and trainer.global_step > 0:
             raise RuntimeError(
-                f"Training continues at step {trainer.global_step} without masks of "
-                f"{type(self).__name__}: resume from a checkpoint that has them, or start over."
+                f"Training continues at step {trainer.global_step}, but there are no masks for "
+                f"{type(self).__name__}: resume from a checkpoint that has masks, or start over."
             )
         check_step_counting(self, trainer, pl_module)
         if (warning := self.prepare(Clock.from_trainer(trainer))) and not trainer.fast_dev_run:
@@ -214,7 +216,7 @@ class SparseCallback(pl.Callback):
             self.reset()
 
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        """Return the graph key, None if connections change next, see `CapturedSteps`."""
+        """Return the graph key (see `CapturedSteps`), or None if connections change next."""
         layers, step = self.connections.values(), trainer.global_step + 1
         due = self._due or any(self.changes_after(step, layer.changed_at) for layer in layers)
         return None if due else tuple(layer.full for layer in layers)
@@ -318,10 +320,10 @@ class SparseCallback(pl.Callback):
 
 
 class StaticSparse(SparseCallback):
-    """Trains a sparse net with fixed random connections, a baseline for rewiring.
+    """Trains a sparse net with fixed random connections, as a baseline for rewiring.
 
-    It can also continue to train a net that was pruned elsewhere, see `masks`. It takes the
-    arguments of `SparseCallback` and logs the same keys as `RigL`.
+    It can also train a net that was pruned elsewhere (see `masks`). It takes the same arguments as
+    `SparseCallback` and logs the same keys as `RigL`.
 
     >>> StaticSparse(sparsity={"fc1": 0.8}).sparsity
     {'fc1': 0.8}
@@ -329,23 +331,23 @@ class StaticSparse(SparseCallback):
 
 
 class Rewiring(SparseCallback):
-    """Base class of `RigL` and `SET`, which drop connections and grow as many.
+    """Base class of `RigL` and `SET`, which drop connections and grow as many new ones.
 
     Args:
-        sparsity: The share of weights that are 0, over all layers or by name pattern.
+        sparsity: Share of weights that are 0, for all layers together or by name pattern.
         distribution: How sparsity is distributed over layers: `uniform`, `er` or `erk`.
-        layers: Name patterns of linear and convolution layers (default: all outside of gates).
-        structure: `unstructured`, `block:16` for squares of 16 x 16, `2:4` for 2 of every 4 inputs,
-            or `fan_in` for the same number of inputs for every output.
+        layers: Name patterns of linear and convolution layers (default: all outside gates).
+        structure: `unstructured`, `block:16` (squares of 16 x 16 weights), `2:4` (2 of every 4
+            inputs) or `fan_in` (the same number of inputs for every output).
         every_n_steps: Optimizer steps between updates.
-        drop_fraction: The share of connections that the first update drops.
-        drop_shape: How that share decreases until the last update.
+        drop_fraction: Share of connections to drop in the first update.
+        drop_shape: How this share decreases until the last update.
         until: When updates end.
-        exclude_just_dropped: Whether connections that were just dropped may not grow again.
+        exclude_just_dropped: Whether dropped connections cannot grow again in the same update.
         initial: The initial connections: `random`, or those with the largest weights (`magnitude`).
-        masks: A checkpoint to take the initial masks from, saved by this package or pruned with
-            torch.nn.utils.prune or Lightning's ModelPruning.
-        seed: Seed of random connections (default: the seed of the run).
+        masks: A checkpoint that provides the initial masks, either saved by this package or pruned
+            with torch.nn.utils.prune or Lightning's ModelPruning.
+        seed: Seed for random connections (default: the run's seed).
     """
 
     @checked
@@ -377,16 +379,16 @@ class Rewiring(SparseCallback):
         return self.schedule.resolve(clock, type(self).__name__)
 
     def rewire(self, step: int, layer: SparseLayer, keep: Tensor, grow: Tensor) -> Tensor:
-        """Return a layer's new mask from the scores for keeping and growing."""
+        """Return a layer's new mask, given its keep and grow scores."""
         fraction = self.schedule.fraction(step)
         return layer.rewired_mask(keep, grow, fraction, self.exclude_just_dropped)
 
 
 class SET(Rewiring):
-    """Trains a sparse net and moves connections of small weight to random places.
+    """Trains a sparse net and moves connections with small weights to random positions.
 
-    It works like `RigL`, but without the gradient. Random places are identical on all ranks. It
-    takes the arguments of `Rewiring` and logs the same keys as `RigL`.
+    It works like `RigL`, but grows connections at random and ignores the gradient. All ranks draw
+    the same positions. It takes the same arguments as `Rewiring` and logs the same keys as `RigL`.
 
     (Mocanu, Mocanu, Stone, Nguyen, Gibescu, Liotta: "Scalable training of artificial neural
     networks with adaptive sparse connectivity inspired by network science", arXiv:1707.04780.)

@@ -20,24 +20,25 @@ from dg_lightning.training.averaging import check_no_running_state
 class TaskGates(pl.Callback):
     """Learns static gates for each task and protects what finished tasks use.
 
-    The gates of a model learn the current task and become hard as their temperature falls. When a
-    task is finished, its gates are saved and all weights between units that it opens are protected:
-    no gradient reaches them and no optimizer changes them. So what was learned never changes, to
-    the last bit. Later tasks may use these units and train all others. Parameters without a gate
-    (norms, embeddings, ungated linear layers) are protected with the first task. If tasks have
-    different classes, a task's gates answer with its classes alone, as with `TaskHeads`.
+    The gates learn the current task and harden as their temperature falls. When a task is finished,
+    its gates are saved, and all weights between the units that it opens are protected: no gradient
+    reaches these weights and no optimizer changes them. From then on, the task's outputs stay
+    bit-for-bit identical. Later tasks may use the protected units and train the remaining weights.
+    Parameters without a gate (norms, embeddings, ungated linear layers) are protected after the
+    first task. If tasks have different classes, the logits are restricted to the classes of the
+    task, as with `TaskHeads`.
 
-    An evaluation uses the gates of each batch's task if the data provides the task. Otherwise, and
-    always in `predict`, the net runs with the gates of every task learned so far, and each sample
-    gets the output with the lowest entropy. Steps must then call the LightningModule as `self(x)`.
-    In a test, `compute/macs` counts all of these passes (`tasks/passes` per sample), and
-    `compute/macs_share` relates them to as many passes of the dense net.
+    If the data provides the task of each batch, an evaluation uses the gates of that task.
+    Otherwise, and always in `predict`, the net runs once with the gates of each task learned so
+    far, and each sample gets the output with the lowest entropy. Steps must then call the
+    LightningModule as `self(x)`. In a test, `compute/macs` counts all these passes (`tasks/passes`
+    per sample), and `compute/macs_share` compares them with as many passes through the dense net.
 
     Args:
-        weight: Weight of a penalty on the mean p of units that are still free, which keeps some
-            units for later tasks.
-        start: Temperature at the start of a task, relative to that of the gates.
-        end: Temperature at the end of a task, relative to that of the gates.
+        weight: Weight of a penalty on the mean p of units that are still free. The penalty leaves
+            some units for later tasks.
+        start: Temperature at the start of a task, relative to the gates' initial temperature.
+        end: Temperature at the end of a task, relative to the gates' initial temperature.
         head: Name of the linear layer that computes the logits, for tasks with different classes
             (default: the last one).
 
@@ -67,7 +68,7 @@ class TaskGates(pl.Callback):
         self.weight = weight
         self.start, self.end = start, end
         self.head = head
-        self.finished: list[dict[str, Tensor]] = []  # open blocks of each gate, by task
+        self.finished: list[dict[str, Tensor]] = []  # for each task, the open blocks by gate
         self._temperatures: dict[str, float] = {}  # initial temperatures of the gates
         self._knows_tasks = False
         self._forget()
@@ -79,7 +80,7 @@ class TaskGates(pl.Callback):
         self._protection: Protection | None = None
         self._figures = {"tasks/units_used": 0.0, "tasks/weights_protected": 0.0}
         self._handles: dict[Any, Any] = {}
-        self._calls: list[bool] = []  # running calls of the module: whether each calls it again
+        self._calls: list[bool] = []  # for each running call: whether it called the module again
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -142,13 +143,13 @@ class TaskGates(pl.Callback):
         for name in self._by_task.gates:
             if not self._by_task.free(name).any():
                 rank_zero_warn(
-                    f"{name} has no free unit left for task {task}, which can only combine what "
+                    f"{name} has no free unit left for task {task}, which can only reuse what "
                     "earlier tasks learned: raise `weight`, or make the layer wider."
                 )
         units, weights = self._figures.values()
         rank_zero_info(
-            f"TaskGates: {task} finished tasks use {units:.1%} of the units and {weights:.1%} of "
-            "the weights."
+            f"TaskGates: finished tasks ({task} so far) use {units:.1%} of the units and "
+            f"{weights:.1%} of the weights."
         )
 
     def _set_temperatures(self, trainer: pl.Trainer, factor: float) -> None:
@@ -181,7 +182,7 @@ class TaskGates(pl.Callback):
         log_step(pl_module, self._figures)
 
     def use(self, task: int) -> None:
-        """Use the gates and classes of a finished task, otherwise of the current one."""
+        """Use the gates and classes of a finished task or of the current one."""
         assert self._data is not None
         assert self._by_task is not None
         assert self._heads is not None
@@ -194,7 +195,7 @@ class TaskGates(pl.Callback):
     def _choose_task(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Any
     ) -> Any:
-        """Return, for each sample, the output of the least uncertain task."""
+        """Return the output of the least uncertain task for each sample."""
         around_another = self._calls.pop()  # DDP runs a step inside a call of the module
         if self._calls:
             self._calls[-1] = True
@@ -202,8 +203,8 @@ class TaskGates(pl.Callback):
             return logits
         if not isinstance(logits, Tensor):
             raise TypeError(
-                "TaskGates chooses the task from the class logits: `forward` must return them as a "
-                f"tensor, got {type(logits).__name__}."
+                "TaskGates needs the class logits to choose a task: `forward` must return them as "
+                f"a tensor, got {type(logits).__name__}."
             )
         outputs = []
         for task in range(len(self.finished)):
@@ -215,8 +216,8 @@ class TaskGates(pl.Callback):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._knows_tasks:
             raise ValueError(
-                "TaskGates has not learned any task: pass a checkpoint (`ckpt_path`), or use the "
-                "callback of the training run."
+                "TaskGates has not learned any task: pass a checkpoint (`ckpt_path`), or reuse "
+                "the callback from the training run."
             )
         self._find_gates(pl_module)
         self.use(len(self.finished))

@@ -34,9 +34,10 @@ from ._shared import mean_over_ranks
 class TaskHeads(pl.Callback):
     """Restricts the logits to the classes of the current task.
 
-    This is equivalent to a separate head for each task. Training uses the current task, evaluation
-    the task of the batch. All classes remain if the data does not provide the task
-    (`TaskSequence(labels="class")`), and while all tasks are trained together (`joint`).
+    This is equivalent to a separate head for each task. Training uses the classes of the current
+    task, and evaluation uses those of the batch's task. Logits are not restricted if the data does
+    not provide the task (`TaskSequence(labels="class")`), or while all tasks are trained together
+    (`joint`).
 
     Args:
         head: Name of the linear layer that computes the logits (default: the last one).
@@ -108,23 +109,24 @@ class TaskMonitor(pl.Callback):
     """Measures accuracy, forgetting and transfer over a sequence of tasks.
 
     `validation_step` and `test_step` must return the class logits, as a tensor or under the key
-    `logits`, and the labels must be the second item of the batch. Validation after a task's last
-    epoch gives its row of the accuracy matrix, which is written to `tasks.csv` in the run's folder.
+    `logits`, and the labels must be the second item of the batch. The validation after a task's
+    last epoch fills the row for that task in the accuracy matrix. The matrix is written to
+    `tasks.csv` in the run's folder.
 
     | logged key | meaning |
     |---|---|
     | `tasks/current` | index of the task being trained |
     | `tasks/accuracy/<task>` | accuracy on a task |
-    | `tasks/average_accuracy` | mean over the tasks learned so far |
-    | `tasks/accuracy_when_learned` | mean of each task's accuracy right after learning it |
+    | `tasks/average_accuracy` | mean accuracy on the tasks learned so far |
+    | `tasks/accuracy_when_learned` | mean accuracy on each task right after learning it |
     | `tasks/forgetting` | mean accuracy that earlier tasks lost since they were learned |
-    | `tasks/backward_transfer` | mean accuracy that earlier tasks gained since then |
+    | `tasks/backward_transfer` | mean accuracy that earlier tasks gained since they were learned |
     | `tasks/forward_transfer` | mean accuracy above chance right before a task is learned |
-    | `tasks/plasticity` | accuracy when learned, of the last ten tasks minus the first ten |
+    | `tasks/plasticity` | mean accuracy when learned, last ten tasks minus first ten |
     | `tasks/overlap` | mean share of open units that two learned tasks have in common |
 
-    In a test, accuracies are those on the test split. Forgetting and transfer remain those of the
-    last validation.
+    In a test, accuracies are measured on the test split. Forgetting and transfer still come from
+    the last validation.
 
     >>> TaskMonitor().learned
     0
@@ -133,10 +135,10 @@ class TaskMonitor(pl.Callback):
     def __init__(self) -> None:
         self.learned = 0  # the current task, or the last one learned
         self.matrix = torch.empty(0, 0)  # validation accuracies, NaN if not measured
-        self._counts = AccuracyMatrix(0)  # current evaluation
+        self._counts = AccuracyMatrix(0)  # counts in the current evaluation
         self._data: TaskData | None = None
         self._watched: list[GateLike] = []
-        self._opened: dict[int, tuple[Tensor, int]] = {}  # by task: sum over batches, batches
+        self._opened: dict[int, tuple[Tensor, int]] = {}  # task -> (sum, number of batches)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -153,8 +155,8 @@ class TaskMonitor(pl.Callback):
         partly = every is None or epochs % every or trainer.limit_val_batches != 1.0
         if partly and not trainer.fast_dev_run:
             rank_zero_warn(
-                "TaskMonitor may miss tasks: let `check_val_every_n_epoch` divide the "
-                f"{epochs} epochs of a task, and leave `limit_val_batches` at its default."
+                "TaskMonitor may miss tasks: set `check_val_every_n_epoch` to a divisor of the "
+                f"{epochs} epochs per task, and leave `limit_val_batches` at its default."
             )
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,7 +209,7 @@ class TaskMonitor(pl.Callback):
         self._log(trainer, pl_module, self._counts.compute().cpu())
 
     def _log(self, trainer: Any, pl_module: pl.LightningModule, now: Tensor) -> None:
-        """Log the figures of this evaluation and of earlier validations."""
+        """Log figures from this evaluation and from earlier validations."""
         assert self._data is not None
         figures = self._figures(now)
         if len(self._opened) > self.learned > 0 and self._data.tells_task:
@@ -251,11 +253,11 @@ class TaskMonitor(pl.Callback):
 
 
 class EWC(pl.Callback):
-    """Pulls weights towards those of earlier tasks, by their importance.
+    """Pulls important weights towards their values after earlier tasks.
 
     The importance of a weight is the mean square of its gradients in the last epoch of a task (the
     diagonal of the empirical Fisher information), summed over tasks. The pull is added to the
-    gradient of a step, so the logged loss is that of the task.
+    gradients, so the logged loss is the task loss alone.
 
     (Kirkpatrick et al.: "Overcoming catastrophic forgetting in neural networks",
     arXiv:1612.00796.)
@@ -277,11 +279,11 @@ class EWC(pl.Callback):
 
     def _reset(self) -> None:
         self.task = 0
-        # By weight name: importance, importance times weight summed over tasks, squared gradients.
-        self._importance: dict[str, Tensor] = {}
-        self._anchored: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-        self._steps: dict[str, int] = {}
+        # The keys of these dicts are weight names.
+        self._importance: dict[str, Tensor] = {}  # summed over tasks
+        self._anchored: dict[str, Tensor] = {}  # importance times weight, summed over tasks
+        self._squares: dict[str, Tensor] = {}  # squared gradients, summed over an epoch
+        self._steps: dict[str, int] = {}  # number of squared gradients in each sum
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

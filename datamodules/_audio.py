@@ -22,18 +22,18 @@ from ._splits import Draws
 RATE = 16_000  # samples per second
 _FULL_SCALE = 32_768  # 16-bit audio
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_MAX_TAPS = 10**7  # length of the resampling filters
+_MAX_TAPS = 10**7  # maximum length of the resampling filters
 
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """Settings of the log-mel features; times in samples at 16 kHz."""
+    """Settings of the log-mel features, with times in samples at 16 kHz."""
 
     length: int  # samples used, from the start of the clip
     n_fft: int
     window: int
     hop: int
-    centered: bool  # pad so that frames are centred on their time
+    centered: bool  # whether to pad clips so that frames are centred on their time
     frames: int
     mels: int = 40
 
@@ -45,7 +45,7 @@ FRONT_ENDS = {
 
 
 class LogMel:
-    """Computes log-mel features in decibels from 16-bit audio, standardised per clip."""
+    """Computes log-mel features in decibels from 16-bit audio and standardises them per clip."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         from torchaudio.transforms import AmplitudeToDB, MelSpectrogram
@@ -71,9 +71,9 @@ class ShiftAndNoise:
     """Shifts clips in time and adds background noise, for a whole batch at once.
 
     Args:
-        shift: Maximum shift in either direction, in samples; gaps are filled with silence.
-        volume: Maximum noise volume.
-        noise: Background noise, 16-bit samples.
+        shift: Maximum shift in either direction, in samples. Gaps are filled with silence.
+        volume: Maximum volume of the noise.
+        noise: Background noise, as 16-bit samples.
     """
 
     def __init__(self, shift: int, volume: float, noise: ArrayTable | None) -> None:
@@ -82,7 +82,7 @@ class ShiftAndNoise:
         self.noise = noise
 
     def draw(self, generator: np.random.Generator, samples: int) -> Draws:
-        """Sample the shift, noise position and noise volume of every clip."""
+        """Sample a shift, a noise position and a noise volume for every clip."""
         starts = 1 if self.noise is None else len(self.noise) - RATE + 1
         return {
             "shift": generator.integers(-self.shift, self.shift + 1, samples),
@@ -91,7 +91,7 @@ class ShiftAndNoise:
         }
 
     def apply(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Augment a batch of 16-bit waveforms (clips, samples)."""
+        """Augment a batch of 16-bit waveforms of shape (clips, samples)."""
         padded = F.pad(inputs, (self.shift, self.shift)).numpy()
         shifted = np.lib.stride_tricks.sliding_window_view(padded, inputs.shape[1], axis=1)
         waves = shifted[np.arange(len(inputs)), self.shift - draws["shift"]].astype(np.float32)
@@ -114,7 +114,7 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
         ) from error
     rate, channels = parameters.framerate, parameters.nchannels
     if (bits := _bits_per_sample(path)) != 16:
-        raise ValueError(f"{path} must have 16-bit samples, got {bits} bits.")
+        raise ValueError(f"{path} must have 16-bit samples, got {bits} bits: convert the file.")
     expected = parameters.nframes * channels * parameters.sampwidth
     if len(content) < expected or not content:
         raise ValueError(
@@ -136,7 +136,7 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
 
 
 def _bits_per_sample(path: str) -> int:
-    """Read the sample size from the header; Python's reader rounds it up to whole bytes."""
+    """Read the sample size from the header, because Python rounds it up to whole bytes."""
     with open(path, "rb") as file:
         file.read(12)
         while len(head := file.read(8)) == 8:
@@ -157,9 +157,10 @@ def _resample(samples: NDArray[Any], rate: int) -> NDArray[np.int16]:
 
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
-LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}  # the rest is for training
+# All other clips are for training.
+LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
 _PAPER_SILENCE = {"train": 2000, "val": 300, "test": 300}
-# Each split cuts silence from its own segment of every recording, as fractions of its length.
+# Segment of every recording from which a split cuts silence, as fractions of its length.
 _SEGMENTS = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
 
 Wave = NDArray[np.int16]
@@ -168,7 +169,7 @@ Wave = NDArray[np.int16]
 def list_clips(
     folder: Path, unknown_label: int, unknown: str, seed: int
 ) -> dict[str, dict[str, int]]:
-    """Return the files of every split with their labels, using the official lists."""
+    """Return the files in every split with their labels, according to the official lists."""
     listed = {
         f"{folder}/{line}": part
         for part, name in LISTS.items()
@@ -182,8 +183,8 @@ def list_clips(
             parts[listed.pop(clip, "train")][clip] = label
     if listed:
         rank_zero_warn(
-            f"{len(listed)} clips listed in {folder} are missing: this is a subset, or was not "
-            "unpacked completely."
+            f"{len(listed)} clips listed in {folder} are missing: the dataset is a subset, or was "
+            "not unpacked completely."
         )
     if unknown == "subsampled":
         for clips in parts.values():
@@ -192,7 +193,7 @@ def list_clips(
 
 
 def _subsample(clips: dict[str, int], unknown_label: int, seed: int) -> None:
-    """Reduce unknown words to the average number of clips per word."""
+    """Reduce the clips of unknown words to the average number of clips per known word."""
     unknown = [clip for clip, label in clips.items() if label == unknown_label]
     size = round((len(clips) - len(unknown)) / len(WORDS))
     for index in np.random.default_rng(seed).permutation(len(unknown))[size:]:
@@ -208,7 +209,7 @@ def select_segment(recording: Wave, part: str) -> Wave:
 def cut_silence(
     part: str, segments: Sequence[Wave], amount: float | Literal["paper"], clips: int, seed: int
 ) -> Wave:
-    """Cut silent clips (clips, samples) from random positions of random segments."""
+    """Cut silent clips (clips, samples) from random positions in random segments."""
     count = _PAPER_SILENCE[part] if amount == "paper" else round(amount * clips)
     generator = np.random.default_rng([seed, list(_SEGMENTS).index(part)])
     silent = np.zeros((count, RATE), np.int16)

@@ -34,7 +34,7 @@ _MAX_LOG = 30.0  # above any log-normalised count
 
 
 def read_cells(path: Path) -> "AnnData":
-    """Read an .h5ad file or a folder with a 10x matrix, without executing code."""
+    """Read an .h5ad file or a 10x matrix folder, without executing any code in it."""
     import anndata
     import scanpy
 
@@ -54,7 +54,7 @@ def read_cells(path: Path) -> "AnnData":
 
 
 def _check_h5ad(path: Path) -> None:
-    """Raise ValueError if a file reads other files, or would fill the memory."""
+    """Raise ValueError if a file refers to other files or would not fit in memory."""
     import h5py
 
     size = 0
@@ -77,11 +77,11 @@ def _check_h5ad(path: Path) -> None:
 
 
 def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
-    """Return validated counts or log-normalised values as float32 CSR (cells, genes).
+    """Return validated counts or log-normalised values as a float32 CSR matrix (cells, genes).
 
     Args:
         cells: The cells.
-        layer: The layer to read; X if None.
+        layer: The layer to read, or None for X.
         values: Expected content, `counts` or `log`.
     """
     from scipy.sparse import csr_matrix
@@ -90,7 +90,9 @@ def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
     if layer is not None and layer not in cells.layers:
         raise ValueError(f"`layer` must be a layer of the data{_layers(cells)}, got {layer!r}.")
     if not cells.n_obs or not cells.n_vars:
-        raise ValueError(f"The data has {cells.n_obs} cells and {cells.n_vars} genes: add some.")
+        raise ValueError(
+            f"The data has {cells.n_obs} cells and {cells.n_vars} genes: both must be above 0."
+        )
     source = cells.X if layer is None else cells.layers[layer]
     if source is None:
         raise ValueError(f"The data has no X: set `layer` to one with counts{_layers(cells)}.")
@@ -111,7 +113,7 @@ def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
             "the normalised values with `values: log`."
         )
     if values == "log" and found.nnz and (found.data == np.floor(found.data)).all():
-        raise ValueError(f"{where} has only integers, so it holds counts: omit `values`.")
+        raise ValueError(f"{where} has only integers, so it contains counts: omit `values`.")
     if values == "log" and found.data.max(initial=0) > _MAX_LOG:
         raise ValueError(
             f"{where} has values up to {found.data.max():.0f}, so it is not log-normalised: "
@@ -120,7 +122,7 @@ def read_values(cells: "AnnData", layer: str | None, values: str) -> Any:
     empty = np.flatnonzero(found.getnnz(1) == 0)
     if len(empty):
         raise ValueError(
-            f"{len(empty)} cells of {where} have no counts, the first is "
+            f"{len(empty)} cells in {where} have no counts, such as "
             f"{cells.obs_names[empty[0]]}: remove them."
         )
     return found
@@ -144,10 +146,10 @@ def log_normalize(counts: Any, target_sum: float = 1e4) -> Any:
 def select_variable_genes(
     values: Any, number: int, min_cells: int = 0, flavor: str = "seurat_v3"
 ) -> NDArray[np.int64]:
-    """Return the most variable genes, in the order of the data.
+    """Return the most variable genes, in the order in which the data lists them.
 
     Use `seurat_v3` for counts and `seurat` for log-normalised values. Genes expressed in fewer than
-    `min_cells` cells are excluded, because many of them would make the regression singular.
+    `min_cells` cells are excluded, because too many such genes would make the regression singular.
     """
     import anndata
     import scanpy
@@ -183,7 +185,7 @@ def select_variable_genes(
 
 
 def leiden_clusters(normal: Any, genes: NDArray[np.int64]) -> NDArray[Any]:
-    """Compute the labels of the paper: Leiden clusters of log-normalised values."""
+    """Compute the paper's labels, which are Leiden clusters of log-normalised values."""
     import anndata
     import scanpy
 
@@ -209,21 +211,26 @@ def handle_rare(names: NDArray[Any], rare: str, smallest: int) -> NDArray[Any]:
 
 
 def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any]:
-    """Return a column of `obs` or of a CSV file indexed by barcode; None where empty."""
+    """Return a label column of `obs` or of a CSV file, with None for cells without a label.
+
+    The first column of the CSV file contains barcodes.
+    """
     table = cells.obs if file is None else _read_csv(file)
     if column not in table.columns:
         known = ", ".join(map(str, table.columns)) or "no columns"
         raise ValueError(
             f"`label_column` must be a column of {file or 'obs'} ({known}), got {column!r}"
-            + (": for a column of a CSV file, set `label_file`." if file is None else ".")
+            + (": for a column in a CSV file, set `label_file`." if file is None else ".")
         )
     if not table.index.is_unique:
         twice = table.index[table.index.duplicated()][0]
-        raise ValueError(f"{file or 'obs'} lists cell {twice!r} more than once.")
+        raise ValueError(
+            f"{file or 'obs'} lists cell {twice!r} more than once: remove the duplicates."
+        )
     if not table.index.isin(cells.obs_names).any():
         raise ValueError(
-            f"{file} has none of the cells: its barcodes look like {table.index[0]!r}, but those "
-            f"of the data like {cells.obs_names[0]!r}."
+            f"{file} contains none of the cells: its barcodes look like {table.index[0]!r}, but "
+            f"barcodes in the data look like {cells.obs_names[0]!r}."
         )
     values = table[column].reindex(cells.obs_names)
     if values.dtype.kind == "f" and (values.dropna() % 1 == 0).all():
@@ -233,7 +240,7 @@ def read_labels(cells: "AnnData", column: str, file: Path | None) -> NDArray[Any
     if file is None:
         names[names == "nan"] = None  # a missing value that was converted to a string
     if not any(name is not None for name in names):
-        raise ValueError(f"No cell has a label in column {column!r}: choose another.")
+        raise ValueError(f"No cell has a label in column {column!r}: choose another column.")
     return names
 
 
@@ -244,14 +251,14 @@ def _read_csv(file: Path) -> Any:
     try:
         table = pd.read_csv(file, dtype=str, keep_default_na=False, na_values=[""])
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as CSV ({error}).") from error
+        raise ValueError(f"{file} cannot be read as CSV ({error}): replace it.") from error
     if not len(table):
-        raise ValueError(f"{file} has no rows.")
+        raise ValueError(f"{file} has no rows: add labels.")
     return table.set_index(table.columns[0])
 
 
-_MAX_MISSING = 0.1  # share of the input genes that data may lack
-_MAX_NAMED = 10  # genes listed in a message
+_MAX_MISSING = 0.1  # maximum share of input genes that may be missing
+_MAX_NAMED = 10  # maximum number of genes listed in a message
 
 
 @dataclass(frozen=True)
@@ -260,15 +267,15 @@ class CellPreparation:
 
     Args:
         input_genes: Names of the input genes, in order.
-        total_genes: Names of the genes that count towards a cell's total: all genes of the
-            training data. Empty if the values were already log-normalised.
-        target_sum: Total count to which every cell is scaled before the logarithm.
+        total_genes: Names of the genes that count towards a cell's total, which are all genes
+            expressed in the original data. Empty if the values were already log-normalised.
+        target_sum: Total count to which every cell is scaled before taking the logarithm.
         mean: Mean of each input; None if inputs are not standardised.
         std: Standard deviation of each input.
         class_names: Names of the classes, in the order of the outputs.
-        seen: Fingerprints of the cells in each split of the training data.
-        seen_labels: Classes of these cells if labels are clusters, because clustering other cells
-            would give different classes.
+        seen: Fingerprints of the cells in each split of the original data.
+        seen_labels: If labels are clusters, the classes of the cells in `seen`, because clustering
+            other cells would give different classes.
     """
 
     input_genes: Sequence[str]
@@ -301,11 +308,11 @@ class CellPreparation:
         """Select genes by name and normalise.
 
         Args:
-            genes: Unique gene names of the data.
-            values: Counts, or log-normalised values: CSR (cells, genes).
+            genes: Unique gene names in the data.
+            values: Counts or log-normalised values, as a CSR matrix (cells, genes).
 
         Returns:
-            The unscaled inputs, CSR (cells, input genes), and their raw values.
+            The unscaled inputs as a CSR matrix (cells, input genes), and their raw values.
         """
         place = {name: index for index, name in enumerate(genes)}
         raw = _select_columns(values, place, self.input_genes)
@@ -317,15 +324,15 @@ class CellPreparation:
         return _select_columns(normal, known, self.input_genes), raw
 
     def find_parts(self, prints: NDArray[np.int64]) -> list[str]:
-        """Return the split that each cell had in training, by fingerprint; empty if unseen."""
+        """Return each cell's split in training, or an empty string for unseen cells."""
         parts = np.full(len(prints), "", dtype=object)
-        for name in ("train", "val", "test"):  # the later split wins for duplicates
+        for name in ("train", "val", "test"):  # if a cell is in several splits, the last one wins
             parts[np.isin(prints, self.seen.get(name, ()))] = name
         found: list[str] = parts.tolist()
         return found
 
     def check_genes(self, names: Sequence[str]) -> None:
-        """Warn about missing and unknown genes; raise ValueError if too many are missing."""
+        """Warn about missing and unknown genes, or raise ValueError if too many are missing."""
         there = set(names)
         known = self.total_genes or self.input_genes
         missing = [name for name in self.input_genes if name not in there]
@@ -337,8 +344,8 @@ class CellPreparation:
         if missing:
             rank_zero_warn(
                 f"The data lacks {len(missing)} of the {len(self.input_genes)} genes that the net "
-                f"expects; they count as not expressed, and cells that did express them are not "
-                f"recognised as training cells: {_short(missing)}."
+                f"expects. Missing genes count as not expressed, and cells that did express them "
+                f"are not recognised as training cells: {_short(missing)}."
             )
         absent = sum(name not in there for name in known) - len(missing)
         if absent and self.total_genes:
@@ -355,7 +362,7 @@ def _short(names: list[str]) -> str:
 
 
 def _select_columns(matrix: Any, place: Mapping[str, int], names: Sequence[str]) -> Any:
-    """Select columns by name; missing columns are 0."""
+    """Select columns by name, and fill missing columns with 0."""
     from scipy.sparse import csr_matrix
 
     there = [(place[name], index) for index, name in enumerate(names) if name in place]
@@ -379,10 +386,10 @@ class Standardize:
 
 
 def compute_fingerprints(raw: Any) -> NDArray[np.int64]:
-    """Return a hash of each cell's raw values, independent of file and barcode.
+    """Return a hash of each cell's raw values, which does not depend on file or barcode.
 
     Args:
-        raw: Raw values of the input genes, CSR (cells, genes).
+        raw: Raw values of the input genes, as a CSR matrix (cells, genes).
     """
     texts = (
         raw.indices[start:end].astype("<i4").tobytes() + raw.data[start:end].tobytes()
@@ -399,9 +406,9 @@ class CellDecoder:
     """Decodes cells into tables, fitting the preparation unless one is given.
 
     Args:
-        settings: The DataModule, whose arguments are used.
-        cells: Cells in memory; read from the DataModule's path if None.
-        preparation: Preparation from a checkpoint; fitted to the cells if None.
+        settings: The DataModule that provides the options.
+        cells: Cells in memory, or None to read them from the DataModule's path.
+        preparation: Preparation from a checkpoint, or None to fit one to the cells.
     """
 
     def __init__(
@@ -415,7 +422,7 @@ class CellDecoder:
         self.cells = read_cells(settings.path) if cells is None else cells
         if self.layer == "raw" and "raw" not in self.cells.layers:
             if self.cells.raw is None:
-                raise ValueError("The data has no `.raw`: omit `layer`, or choose another.")
+                raise ValueError("The data has no `.raw`: omit `layer`, or choose another layer.")
             raw, self.layer = self.cells.raw.to_adata(), None
             raw.obs = self.cells.obs
             self.cells = raw
@@ -440,7 +447,7 @@ class CellDecoder:
         save.metadata(cells=self.cells.obs_names.tolist(), **metadata)
 
     def _fit(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
-        """Select genes, classes and splits from these cells."""
+        """Determine genes, classes and splits from these cells."""
         s = self.settings
         is_log = s.values == "log"
         normal = values if is_log else log_normalize(values)
@@ -474,14 +481,14 @@ class CellDecoder:
             "input_genes": list(fitted.input_genes),
             "total_genes": list(fitted.total_genes),
             "mean": scaled_by.mean(0).tolist(),
-            "std": np.where(deviation > 0, deviation, 1).tolist(),  # a constant gene becomes 0
+            "std": np.where(deviation > 0, deviation, 1).tolist(),  # constant genes become 0
             "labels": names.tolist(),
             "fingerprints": compute_fingerprints(raw),
         }
         return metadata, matrix, labels, rows
 
     def _align(self, values: Any) -> tuple[dict[str, Any], Any, NDArray[np.int64], Rows]:
-        """Align the cells with a checkpoint, and recognise the cells of its splits."""
+        """Align the cells with a checkpoint, and recognise cells that were in its splits."""
         fitted = self.preparation
         assert fitted is not None
         fitted.check_genes(self.genes)
@@ -496,15 +503,15 @@ class CellDecoder:
         if unknown:
             some = ", ".join(sorted(unknown)[:10])
             rank_zero_warn(
-                f"The data has labels that the net does not know ({some}): their cells are "
-                "predicted but not tested."
+                f"The data has labels that the net does not know ({some}): cells with such a label "
+                "are predicted but not tested."
             )
-            unlabelled = f"its labels ({some}) are not among {', '.join(fitted.class_names)}."
+            unlabelled = f"the labels ({some}) are not among {', '.join(fitted.class_names)}."
         parts = np.array(fitted.find_parts(prints))
         rows = {part: np.flatnonzero((parts == part) & (labels >= 0)) for part in ("train", "val")}
         rows["test"] = np.flatnonzero(~np.isin(parts, ("train", "val")) & (labels >= 0))
         if (labels >= 0).any():
-            unlabelled = "the net was trained on all labelled cells."
+            unlabelled = "the net was trained on all of them."
         metadata = {
             "class_names": list(fitted.class_names),
             "input_genes": list(fitted.input_genes),
@@ -515,7 +522,7 @@ class CellDecoder:
         return metadata, matrix, labels, rows
 
     def _find_labels(self, prints: NDArray[np.int64]) -> tuple[Names, str]:
-        """Return the labels, and the reason if there are none."""
+        """Return the labels, and the reason why there are none if labels are missing."""
         s, fitted = self.settings, self.preparation
         assert fitted is not None
         none = np.full(self.cells.n_obs, None, dtype=object)
@@ -532,7 +539,7 @@ class CellDecoder:
         if not known:
             return none, f"set `label_column` to the column with labels; {self._list_columns()}."
         names = np.array([known.get(print_) for print_ in prints.tolist()], dtype=object)
-        return names, "labels are clusters of training cells, and the data has none of them."
+        return names, "labels are clusters of training cells, and the data contains none of these."
 
     def _labels(self, normal: Any) -> Names:
         s = self.settings
@@ -544,7 +551,7 @@ class CellDecoder:
                 "a CSV file, also set `label_file`. `leiden: true` uses Leiden clusters instead, "
                 "which are not ground truth."
             )
-        # As in the paper, which applies a method for counts to log-normalised values of all cells.
+        # Like the paper, apply a method for counts to the log-normalised values of all cells.
         return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))
 
     def _list_columns(self) -> str:
@@ -553,7 +560,7 @@ class CellDecoder:
     def _split(
         self, labels: NDArray[np.int64], labelled: NDArray[np.int64], class_names: Sequence[str]
     ) -> Rows:
-        """Return the rows of each split, among the labelled cells."""
+        """Split the labelled cells, and return the rows of each split."""
         s = self.settings
         if s.split_by is None:
             of = torch.from_numpy(labels)

@@ -1,4 +1,4 @@
-"""Download, unpack and read files; cache decoded arrays as memory-mapped files."""
+"""Download, unpack and read files, and cache decoded arrays as memory-mapped files."""
 
 import bz2
 import gzip
@@ -40,7 +40,7 @@ _DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # files whose unpacked size exceeds both limits are rejected
+_MAX_BYTES, _MAX_RATIO = 1 << 30, 100  # reject files that unpack beyond both limits
 _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -192,7 +192,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def list_files(folder: Path, ending: str) -> list[str]:
-    """Return a folder's files with this ending, sorted; empty if the folder does not exist."""
+    """Return the sorted files with this ending, or nothing if the folder does not exist."""
     if not folder.is_dir():
         return []
     names = sorted(name for name in os.listdir(folder) if name.endswith(ending))
@@ -204,7 +204,7 @@ def read_chunks(
 ) -> Iterator[NDArray[Any]]:
     """Read files and yield their arrays in stacked chunks.
 
-    Files are read in a single thread, because for such small files threads cost more than they save.
+    Files are read in a single thread, because threads cost more than they save for small files.
     """
     for start in range(0, len(paths), size):
         yield np.stack([read(path) for path in paths[start : start + size]])
@@ -221,7 +221,7 @@ class Save(Protocol):
     """Receives the results of a decoder."""
 
     def __call__(self, name: str, chunks: Iterable[Array]) -> None:
-        """Save an array whose chunks are consecutive along the first axis."""
+        """Save an array that arrives in chunks along its first axis."""
         ...
 
     def metadata(self, **metadata: Any) -> None:
@@ -246,7 +246,7 @@ class ArrayTable:
 
     @property
     def array(self) -> Array:
-        """The array; do not modify it."""
+        """The array, which must not be modified."""
         if self._array is None:
             assert self._file is not None
             path, dtype, shape = self._file
@@ -314,8 +314,8 @@ class Tables(Mapping[str, ArrayTable]):
 def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Tables:
     """Return the tables that `decode` saves, cached by origin.
 
-    The origin is everything the tables depend on, namely the settings and the files with their sizes
-    and times.
+    The origin is everything the tables depend on: the settings, and the files with their sizes and
+    times.
 
     Entries are created atomically by a rename. One process builds an entry while others wait. What
     a killed process leaves behind is never read, and the next process removes it. If the cache is
@@ -343,7 +343,7 @@ def cached_tables(folder: Path, name: str, origin: Any, decode: Decode) -> Table
 
 
 def _note_warnings(decode: Decode, save: Save) -> None:
-    """Decode the data, and save the warnings of this package to repeat them when the cache is used."""
+    """Decode data, and save this package's warnings so that cached data can repeat them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         decode(save)
@@ -362,7 +362,7 @@ def tables_in_memory(decode: Decode) -> Tables:
 
 
 class _CannotCacheError(Exception):
-    """The cache cannot be used; errors in the source data raise other exceptions."""
+    """The cache cannot be used. Errors in the source data raise other exceptions."""
 
 
 @contextmanager

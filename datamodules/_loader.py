@@ -22,8 +22,8 @@ class BatchLoader:
     """Iterates over the batches of one rank, in an order that depends only on (seed, epoch).
 
     The i-th batches of all ranks together equal the i-th batch of a single process with the global
-    batch size. All ranks have the same number of batches, and the last two may be smaller. No sample
-    is repeated, unless `batch_size` is 1.
+    batch size. All ranks have the same number of batches, of which the last two may be smaller. No
+    sample is repeated, unless `batch_size` is 1.
 
     This is not a torch `DataLoader`, so Lightning does not replace its sampler with one that
     repeats samples. Lightning saves the loader's `state_dict`, which contains the number of samples
@@ -145,7 +145,7 @@ class BatchLoader:
         return {**self.__dict__, "_dataloader": None}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the epoch; identical on all ranks."""
+        """Return the position in the epoch, which is identical on all ranks."""
         size = self.batch_size * self.place()[1]
         before, seen = self._samples_yielded
         yielded = math.ceil(seen / size)
@@ -172,8 +172,8 @@ class BatchLoader:
         if not done and size != saved and state["samples_seen"]:
             raise ValueError(  # Lightning would miscount the rest of the epoch
                 f"This checkpoint was saved during an epoch with batches of {saved} samples in "
-                f"total, but this run uses {size}: resume with the same `batch_size` x ranks, or use "
-                "a checkpoint saved after an epoch (`every_n_epochs`)."
+                f"total, but this run uses {size}: resume with the same `batch_size` x ranks, or "
+                "use a checkpoint saved after an epoch (`every_n_epochs`)."
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._resume_offset = len(self.part) if done else state["samples_seen"]

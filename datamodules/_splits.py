@@ -159,7 +159,7 @@ class CropFlip:
         return torch.from_numpy(crops[np.arange(samples), :, draws["top"], left])
 
     def apply_on_device(self, inputs: Tensor, draws: dict[str, Tensor]) -> Tensor:
-        """Crop and flip a batch on its device; on a CPU, `apply` is faster."""
+        """Crop and flip a batch on its device. On a CPU, `apply` is faster."""
         height, width = inputs.shape[-2:]
         down, down_inside = self._places(draws["top"], height)
         across, across_inside = self._places(draws["left"], width)
@@ -186,7 +186,7 @@ class CropFlip:
 def stratified_split(
     indices: Indices, labels: Tensor, share: float, seed: int, class_names: Sequence[str]
 ) -> tuple[Indices, Indices]:
-    """Split samples in two; the second split gets the given share of every class."""
+    """Split samples in two, so that the second split gets a given share of every class."""
     from sklearn.model_selection import train_test_split  # slow to import
 
     if not 0 < share < 1:
@@ -196,8 +196,8 @@ def stratified_split(
     for name, count in zip(class_names, counts, strict=True):
         if count < 2:
             raise ValueError(
-                f"Every class needs at least 2 samples, but class {name!r} has {count} of {len(of)}: "
-                "add samples, merge it with another class, or remove it."
+                f"Every class needs at least 2 samples, but class {name!r} has {count} of "
+                f"{len(of)}: add samples, merge it with another class, or remove it."
             )
     if min(share, 1 - share) * len(of) < len(class_names):
         raise ValueError(
@@ -211,7 +211,8 @@ def stratified_split(
             name = class_names[int(present.argmin())]
             raise ValueError(
                 f"Class {name!r} has {counts[present.argmin()]} of the {len(of)} samples to split, "
-                f"which is too few for a share of {share}: add samples, or merge it with another class."
+                f"which is too few for a share of {share}: add samples, or merge it with another "
+                "class."
             )
     return first, second
 
@@ -237,8 +238,8 @@ def grouped_split(
     number = len(set(groups[indices]))
     if number < 2:
         raise ValueError(
-            f"A split by group needs at least 3 groups in total, but only {number} is left to split: "
-            "choose another `split_by`, or omit it."
+            f"A split by group needs at least 3 groups in total, but only {number} is left to "
+            "split: choose another `split_by`, or omit it."
         )
     folds = StratifiedGroupKFold(min(number, round(1 / share)), shuffle=True, random_state=seed)
     first, second = next(folds.split(indices, labels[indices], groups[indices]))
@@ -258,8 +259,8 @@ def split_images(
         images, labels = tables[f"{name}_images"], tables.labels(f"{name}_labels")
         if len(images) != len(labels):
             raise ValueError(
-                f"The {name} files do not match: they contain {len(images)} images but {len(labels)} "
-                "labels. Download them again."
+                f"The {name} files do not match: they contain {len(images)} images but "
+                f"{len(labels)} labels. Download them again."
             )
         wrong = labels[(labels < 0) | (labels >= len(class_names))]
         if len(wrong):
@@ -361,7 +362,7 @@ class DevicePart:
 
 
 def on_device(part: Samples, device: torch.device | None) -> Samples:
-    """Copy a split to a CUDA device if possible; otherwise return it unchanged.
+    """Copy a split to a CUDA device if possible, or return it unchanged.
 
     The split stays on the host if it needs more than a quarter of the free device memory, or if its
     augmentation cannot run on the device.

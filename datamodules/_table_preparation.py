@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 MISSING = "(missing)"
-_MAX_LEVELS = 100  # per category; each level becomes an input
+_MAX_LEVELS = 100  # maximum per category, because each level becomes an input
 _MAX_NAMED = 10
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
-# A text column with many levels that mostly look like numbers is an error.
+# A text column is rejected if it has many levels and most of them look like numbers.
 _MANY, _MOSTLY = 10, 0.8
 
 
@@ -31,17 +31,18 @@ _MANY, _MOSTLY = 10, 0.8
 class TablePreparation:
     """Preprocessing of a table, as plain values for checkpoints and exports.
 
-    A column of numbers gives the input (value - mean) / std, which is 0 for missing values. If
+    A column of numbers becomes the input (value - mean) / std, which is 0 for missing values. If
     values were missing in training, a second input is 1 for missing values. After the numbers, each
-    level of each category gives an input that is 1 if the row has this level.
+    level of each category becomes an input that is 1 if the row has this level.
 
     Args:
-        numbers: Mean, standard deviation, and whether values were missing, by column.
-        categories: Levels by column, including `(missing)` if values were missing.
+        numbers: For each numeric column, the mean, the standard deviation, and whether values were
+            missing.
+        categories: For each category, its levels, including `(missing)` if values were missing.
         label: The label column.
         class_names: Names of the classes, in the order of the outputs; empty for regression.
         target: Mean and standard deviation of the label, for regression.
-        seen: Rows of the training data; see `seen_samples`.
+        seen: Fingerprints and splits of the rows in training; see `seen_samples`.
     """
 
     numbers: Mapping[str, Sequence[Any]]
@@ -53,7 +54,7 @@ class TablePreparation:
 
     @classmethod
     def fit(cls, table: "DataFrame", numbers: Sequence[str], label: str) -> "TablePreparation":
-        """Fit the preparation to training rows; columns not in `numbers` are categories."""
+        """Fit the preparation to training rows. Columns not in `numbers` are categories."""
         scales, levels = {}, {}
         for name in table.columns:
             column = table[name]
@@ -70,14 +71,14 @@ class TablePreparation:
                 count = len(levels[name])
                 if count > _MAX_LEVELS or (count >= _MANY and 2 * count > len(column)):
                     raise ValueError(
-                        f"Column {name!r} has {count:,} levels in {len(column):,} rows, too many "
-                        "for inputs: add it to `ignore`, or merge levels."
+                        f"Column {name!r} has {count:,} levels in {len(column):,} rows, which is "
+                        "too many for inputs: add it to `ignore`, or merge levels."
                     )
         return cls(scales, levels, label)
 
     def plain(self) -> dict[str, Any]:
         """Return the preparation as plain values."""
-        inputs = [name for _, name in self.inputs()]  # documents the input order
+        inputs = [name for _, name in self.inputs()]  # documents the order of the inputs
         return {"kind": "table", "inputs": inputs, **asdict(self)}
 
     @classmethod
@@ -106,7 +107,7 @@ class TablePreparation:
         wanted = [*self.numbers, *self.categories]
         if missing := [name for name in wanted if name not in table.columns]:
             raise ValueError(
-                f"The net expects {listed(missing)}, which {source} lacks; it has "
+                f"The net expects {listed(missing)}, which {source} lacks. It has "
                 f"{listed(table.columns)}: rename or add columns, or use another table."
             )
         columns: list[NDArray[Any]] = []
@@ -118,14 +119,14 @@ class TablePreparation:
                 columns.append(is_missing)
             elif is_missing.any():
                 rank_zero_warn(
-                    f"Column {name!r} has missing values, but had none in the training rows: they "
-                    "are replaced by its mean."
+                    f"Column {name!r} has missing values, but had none in the training rows: the "
+                    "column's mean is used instead."
                 )
         for name, levels in self.categories.items():
             here = level_names(table[name])
             if unknown := sorted(set(here) - set(levels)):
                 rank_zero_warn(
-                    f"Column {name!r} has levels that were not in the training rows, which are "
+                    f"Column {name!r} has levels that were not in the training rows. These are "
                     f"ignored: {listed(unknown)}."
                 )
             columns += [here == level for level in levels]
@@ -133,7 +134,7 @@ class TablePreparation:
 
 
 def level_names(column: "Series") -> NDArray[Any]:
-    """Return a column as text, whole numbers without a decimal point."""
+    """Return a column as text, and whole numbers without a decimal point."""
     values = zip(column.astype(object), column.isna(), strict=True)
     return np.array([MISSING if gone else _text(value) for value, gone in values], dtype=object)
 
@@ -144,16 +145,16 @@ def _text(value: Any) -> str:
 
 
 def scale_of(values: NDArray[np.float64]) -> list[float]:
-    """Return mean and standard deviation; the latter is 1 if all values are equal."""
+    """Return the mean and the standard deviation, or 1 for the latter if all values are equal."""
     is_constant = values.min() == values.max()
     return [float(values.mean()), 1.0 if is_constant else float(values.std())]
 
 
 def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
-    """Return the columns of numbers; the others are categories.
+    """Return the columns of numbers, and treat the others as categories.
 
     Raises:
-        ValueError: If a column contains dates, or numbers as text.
+        ValueError: If a column contains dates, or numbers stored as text.
     """
     import pandas as pd
 
@@ -193,7 +194,7 @@ def listed(names: Any) -> str:
 
 
 def numbers_of(column: "Series") -> NDArray[np.float64]:
-    """Return a column of numbers as floats; missing values are NaN."""
+    """Return a column of numbers as floats, with NaN for missing values."""
     import pandas as pd
 
     if column.isna().all():
@@ -205,7 +206,9 @@ def numbers_of(column: "Series") -> NDArray[np.float64]:
         )
     values: NDArray[np.float64] = column.to_numpy(dtype=np.float64, na_value=np.nan)
     if np.isinf(values).any():
-        raise ValueError(f"Column {column.name!r} has infinite values: correct or ignore it.")
+        raise ValueError(
+            f"Column {column.name!r} has infinite values: correct them or ignore the column."
+        )
     return values
 
 
@@ -226,7 +229,7 @@ def _read_batches(path: Path, file: Any) -> "DataFrame":
 
 
 def read_table(path: Path, separator: str | None, as_text: bool = False) -> "DataFrame":
-    """Read a CSV or Parquet file; with `as_text`, keep the text of CSV values."""
+    """Read a CSV or Parquet file; with `as_text`, leave CSV values as text."""
     import pandas as pd
 
     kinds = [suffix for suffix in path.suffixes if suffix not in (".gz", ".zip", ".bz2", ".xz")]
@@ -259,10 +262,10 @@ def read_table(path: Path, separator: str | None, as_text: bool = False) -> "Dat
             reason = " ".join(str(error).split())
             raise ValueError(f"{path} is not a table ({reason}): set `separator`.") from error
         except MemoryError as error:
-            raise ValueError(f"{path} does not fit into memory: use a smaller table.") from error
+            raise ValueError(f"{path} does not fit in memory: use a smaller table.") from error
     if table.shape[1] == 1 and (other := next((s for s in ";\t|" if s in table.columns[0]), None)):
         raise ValueError(
-            f"{path} has one column: columns seem to be separated by {other!r}, set `separator`."
+            f"{path} has one column. Columns seem to be separated by {other!r}: set `separator`."
         )
     if unnamed := [name for name in table.columns if name.startswith("Unnamed: ")]:
         rank_zero_warn(f"{path}: columns without a name are ignored ({listed(unnamed)}).")
@@ -277,9 +280,9 @@ class TableDecoder:
     """Decodes a table, fitting the preparation unless one is given.
 
     Args:
-        settings: The DataModule, whose arguments are used.
+        settings: The DataModule that provides the options.
         table: The table.
-        preparation: Preparation from a checkpoint; fitted to the table if None.
+        preparation: Preparation from a checkpoint, or None to fit one to the table.
     """
 
     def __init__(
@@ -291,7 +294,7 @@ class TableDecoder:
         if len(set(self.table.columns)) < len(self.table.columns):
             raise ValueError(f"Column names must be unique, got {listed(self.table.columns)}.")
         if not len(self.table):
-            raise ValueError("The table has no rows: use another.")
+            raise ValueError("The table has no rows: use another table.")
         self.preparation = preparation
 
     def decode(self, save: Save) -> None:
@@ -307,7 +310,7 @@ class TableDecoder:
         save.metadata(preparation=preparation.plain(), unlabelled=unlabelled)
 
     def _fit(self) -> tuple[TablePreparation, Any, Any, Any, str]:
-        """Fit classes, splits and inputs to this table."""
+        """Determine classes, splits and inputs from this table."""
         s = self.settings
         self._check_columns()
         names, labels = self._labels()
@@ -317,7 +320,7 @@ class TableDecoder:
         if missing := len(labels) - len(labelled):
             rank_zero_warn(
                 f"{missing:,} of {len(labels):,} rows have no label in column {s.label!r} (empty, "
-                "NA or None): they are only predicted."
+                "NA or None): these rows are only predicted."
             )
         parts = np.full(len(labels), "", dtype=object)
         for name, rows in zip(PARTS, self._split(labelled, labels, names), strict=True):
@@ -337,7 +340,7 @@ class TableDecoder:
         return fitted, inputs, self._saved(labels, names), parts, ""
 
     def _align(self) -> tuple[TablePreparation, Any, Any, Any, str]:
-        """Align the table with a checkpoint, and recognise the rows of its splits."""
+        """Align the table with a checkpoint, and recognise rows that were in its splits."""
         fitted = self.preparation
         assert fitted is not None
         inputs = fitted.align(self.table, self.settings.source)
@@ -352,7 +355,7 @@ class TableDecoder:
             labels = self._known_labels(name, fitted.class_names)
             unlabelled = f"no row of column {name!r} has a label that the net knows."
         if (~np.isnan(labels)).any():
-            unlabelled = "the net was trained on all labelled rows."
+            unlabelled = "the net was trained on all of them."
         parts[parts == ""] = "test"
         parts[np.isnan(labels)] = ""
         return fitted, inputs, self._saved(labels, fitted.class_names), parts, unlabelled
@@ -364,7 +367,7 @@ class TableDecoder:
         return np.array([place.get(name, np.nan) for name in level_names(self.table[column])])
 
     def _saved(self, labels: NDArray[np.float64], names: Any) -> NDArray[Any]:
-        """Return labels for training: class indices, -1 if unknown, or numbers."""
+        """Return labels for training: numbers, or class indices with -1 for unknown classes."""
         if not len(names):
             return labels.astype(np.float32)
         return np.where(np.isnan(labels), -1, labels).astype(np.int64)
@@ -384,8 +387,8 @@ class TableDecoder:
                     meant = get_close_matches(str(name).lower(), close, n=1)
                     hint = f", perhaps {close[meant[0]]!r}" if meant else ""
                     raise ValueError(
-                        f"`{option}` must name a column of the table{hint}, got {name!r}; it "
-                        f"has {listed(self.table.columns)}."
+                        f"`{option}` must name a column of the table{hint}, got {name!r}; the "
+                        f"table has {listed(self.table.columns)}."
                     )
 
     def _input_columns(self) -> list[str]:
@@ -393,11 +396,14 @@ class TableDecoder:
         left_out = {s.label, s.split_by, s.time_column, *s.ignore}
         names = [name for name in self.table.columns if name not in left_out]
         if not names:
-            raise ValueError(f"No column is left as input: `ignore` is {listed(s.ignore)}.")
+            raise ValueError(
+                "No column is left as an input: add columns, or remove some from `ignore`, got "
+                f"[{listed(s.ignore)}]."
+            )
         return names
 
     def _labels(self) -> tuple[list[str], NDArray[np.float64]]:
-        """Return the class names and the label of each row; missing labels are NaN."""
+        """Return the class names and the label of each row, with NaN for missing labels."""
         s = self.settings
         if s.task == "regression":
             return [], numbers_of(self.table[s.label])
@@ -415,7 +421,7 @@ class TableDecoder:
     def _split(
         self, labelled: Indices, labels: NDArray[np.float64], names: list[str]
     ) -> tuple[Indices, Indices, Indices]:
-        """Return the rows of each split, among those with a label."""
+        """Split the labelled rows, and return the rows of each split."""
         s = self.settings
         later = s.val_share / (1 - s.test_share)  # share of the non-test rows
         if s.time_column is not None:
@@ -446,12 +452,12 @@ class TableDecoder:
         labels: NDArray[np.float64],
         names: list[str],
     ) -> tuple[Indices, Indices, Indices]:
-        """Return the splits that a column names; hold out validation rows if it names none."""
+        """Return the splits that a column names. Without `val`, hold out validation rows."""
         s = self.settings
         parts = np.array([given[group] for group in groups[labelled]])
         train, val, test = (labelled[parts == part] for part in PARTS)
         if not len(test):
-            raise ValueError(f"Column {s.split_by!r} must name a split `test`: add it.")
+            raise ValueError(f"Column {s.split_by!r} must name a split `test`: add this value.")
         if not len(val) and names:
             of = torch.from_numpy(np.nan_to_num(labels)).long()
             train, val = stratified_split(train, of, s.val_share, s.split_seed, names)
@@ -482,7 +488,7 @@ class TableDecoder:
     def _cut(
         self, rows: Indices, times: NDArray[Any] | None = None
     ) -> tuple[Indices, Indices, Indices]:
-        """Cut rows into training, validation and test rows, in order; keep equal times together."""
+        """Cut rows into training, validation and test rows, and keep equal times together."""
         s = self.settings
         test, val = (max(1, round(share * len(rows))) for share in (s.test_share, s.val_share))
         if len(rows) < test + val + 2:

@@ -282,7 +282,7 @@ class BaseDataModule(PreparedData):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata from decoding, such as class names; downloads the files if necessary."""
+        """Metadata from decoding, such as class names. Downloads the files if necessary."""
         if self._loaded_tables is None:
             self.prepare_data()
         return self._tables().metadata

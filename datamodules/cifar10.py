@@ -14,7 +14,7 @@ from ._files import Download, Save, Tables, check_digest
 from ._splits import CropFlip, Normalize, PaddingMode, Split, split_images
 from .base import BaseDataModule, check_choice
 
-# Files of the Python version, with their published MD5 checksums.
+# Files in the Python version of the dataset, with their published MD5 checksums.
 _TRAIN = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -38,11 +38,11 @@ class CIFAR10DataModule(BaseDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
         val_share: Share of the training images held out for validation.
         augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them.
-        padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
-            `constant` black, as published. GateNets learn to recognise a black border.
+        padding_mode: What fills the border of a shifted image. `reflect` mirrors the image, and
+            `constant` is black, as published. GateNets learn to recognise a black border.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
 
@@ -117,7 +117,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Read images and labels; verify the checksum if the file has the published size."""
+    """Read images and labels, and verify the checksum unless the file is a subset."""
     content = path.read_bytes()
     try:
         batch = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
@@ -129,8 +129,8 @@ def read_batch(path: Path, digest: str) -> tuple[NDArray[np.uint8], NDArray[np.i
         ) from error
     if len(images) != len(labels) or images.dtype != np.uint8:
         raise ValueError(
-            f"{path} is damaged: {len(images)} images of {images.dtype}, {len(labels)} labels; "
-            "replace it."
+            f"{path} is damaged: it has {len(images)} images of type {images.dtype} and "
+            f"{len(labels)} labels; replace it."
         )
     if len(images) == _PUBLISHED_COUNT:  # a subset has no published checksum
         check_digest(io.BytesIO(content), digest, path)

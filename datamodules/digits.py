@@ -1,4 +1,4 @@
-"""Handwritten digits bundled with scikit-learn: no download needed."""
+"""Handwritten digits bundled with scikit-learn, which need no download."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ from .base import BaseDataModule
 class DigitsDataModule(BaseDataModule):
     """1,797 greyscale images of 8 x 8 pixels, ten classes, scaled to [0, 1].
 
-    A fifth of the images is the test set, and a tenth of the rest the validation set.
+    A fifth of the images is used for testing, and a tenth of the rest for validation.
 
     Licence: CC BY 4.0. Reference: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten
     Digits", UCI Machine Learning Repository, 1998 (its test split, as bundled with scikit-learn).
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
 
     >>> data = DigitsDataModule(batch_size=32)

@@ -6,8 +6,8 @@ from .mnist import MNISTDataModule, idx_downloads
 class FashionMNISTDataModule(MNISTDataModule):
     """60,000 training and 10,000 test images of 28 x 28 pixels, ten classes of clothing.
 
-    Like `MNISTDataModule`, but normalised with 0.2860 and 0.3530. Checksums are those of the
-    unpacked files, because mirrors repack the archives.
+    Works like `MNISTDataModule`, but normalises with mean 0.2860 and standard deviation 0.3530.
+    Checksums are computed for the unpacked files, because mirrors repack the archives.
 
         root/FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, packed (.gz) or not
 
@@ -16,7 +16,7 @@ class FashionMNISTDataModule(MNISTDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
         val_share: Share of the training images held out for validation.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """

@@ -62,7 +62,7 @@ class _Image:
 
 
 class ImageFolderDataModule(FittedDataModule):
-    """Images from a folder with a subfolder for each class; greyscale images become RGB.
+    """Images from a folder with a subfolder for each class. Greyscale images become RGB.
 
         path/<class>/**/*.jpg                    split at random, stratified by class
         path/{train,val,test}/<class>/**/*.jpg   split by folder; missing splits are held out
@@ -74,7 +74,7 @@ class ImageFolderDataModule(FittedDataModule):
     Args:
         batch_size: Training batch size.
         eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
-        path: The folder, given as a path or relative to the root.
+        path: The folder, relative to the working folder or to the root.
         size: Height and width of the images, in pixels.
         augment: `crop_flip` shifts training images by up to an eighth of their size and flips half
             of them. `flip` only flips images.

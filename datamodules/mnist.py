@@ -24,7 +24,7 @@ _FILES = {
 
 
 def idx_downloads(folder: str, url: str, digests: Sequence[str]) -> tuple[Download, ...]:
-    """Return the downloads of the four files, given their checksums in order."""
+    """Return the downloads for the four files, given their checksums in order."""
     return tuple(
         Download(f"{url}/{name}.gz", digest, f"{folder}/{name}.gz")
         for name, digest in zip(_FILES.values(), digests, strict=True)
@@ -44,7 +44,7 @@ class MNISTDataModule(BaseDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
         val_share: Share of the training images held out for validation.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
@@ -103,7 +103,7 @@ class MNISTDataModule(BaseDataModule):
 
 
 def read_idx(path: Path, dimensions: int, published: int, digest: str) -> NDArray[np.uint8]:
-    """Read an IDX file; verify the checksum if it has the published size."""
+    """Read an IDX file, and verify its checksum if it has as many entries as published."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -1,4 +1,4 @@
-"""PBMC3k: cell types of blood cells from gene expression; also reads any AnnData."""
+"""PBMC3k: predicts the types of blood cells from gene expression. Also reads any AnnData."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class PBMC3kDataModule(FittedDataModule):
     """2,700 blood cells, with their type and log-normalised counts of the most variable genes.
 
-    The stratified split is 70 % training, 10 % validation, 20 % test. The labels are clusters of
-    the counts that are classified, not independent ground truth. Those of the paper (Leiden) are
-    computed from all cells. The matrix stays sparse until a batch is read. `predict` covers all
-    cells, including training cells and cells without a label.
+    The stratified split is 70 % training, 10 % validation and 20 % test. The labels are not
+    independent ground truth, but clusters of the same counts that are classified. The paper's
+    labels (Leiden clusters) are computed from all cells. The matrix stays sparse until a batch is
+    read. `predict` covers all cells, including training cells and cells without a label.
 
-    Genes, their order, scaling and classes are saved in the checkpoint. With a checkpoint, cells of
-    any file are aligned to it by gene name, and `test` uses the labelled cells that the model has
-    not seen. See `use_preparation`.
+    Genes, their order, scaling and classes are saved in the checkpoint. With a checkpoint, cells
+    from any file are aligned to it by gene name, and `test` uses the labelled cells that the model
+    has not seen. See `use_preparation`.
 
         root/pbmc3k/filtered_gene_bc_matrices/hg19/{matrix.mtx,genes.tsv,barcodes.tsv}
 
@@ -38,22 +38,23 @@ class PBMC3kDataModule(FittedDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        path: An .h5ad file, or a folder with a 10x matrix; PBMC3k if None.
-        layer: Layer with the counts; X if None, `.raw` if `raw`.
-        values: Content of the layer: `counts`, or `log` for values that are already log-normalised.
-        label_column: Label column in `obs` or `label_file`; unlabelled cells are only predicted.
-        label_file: CSV file with barcodes in its first column; also searched for under the root.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
+        path: An .h5ad file or a folder with a 10x matrix. Defaults to PBMC3k.
+        layer: Layer that contains the counts. None means X, and `raw` means `.raw`.
+        values: What the layer contains: `counts`, or `log` for log-normalised values.
+        label_column: Label column in `obs` or `label_file`. Unlabelled cells are only predicted.
+        label_file: CSV file with barcodes in its first column. The path is relative to the working
+            folder or to the root.
         leiden: Whether to use Leiden clusters as labels, as in the paper. Defaults to True if
             neither `path` nor `label_column` is given.
         rare: How to treat classes with fewer than `smallest_cluster` cells: `keep` them, `merge`
             them into the class `rare`, or `leave_out`. Leiden clusters are always merged.
-        smallest_cluster: Minimum number of cells of a class that is not rare.
-        split_by: Column of `obs` with groups, such as donors, that must not be split; or a column
-            with the values `train`, `val` and `test`.
-        genes: Number of input genes; the most variable ones are selected.
-        fit_on: Cells that determine genes and scaling: `train` uses the counts of training cells,
-            `paper` the log-normalised values of all cells, including test cells.
+        smallest_cluster: Classes with fewer cells than this are rare.
+        split_by: Column of `obs` with groups, such as donors, whose cells must stay together. It
+            may also contain the values `train`, `val` and `test` instead of groups.
+        genes: Number of input genes. The most variable genes are selected.
+        fit_on: Cells that determine genes and scaling. `train` uses the counts of training cells.
+            `paper` uses the log-normalised values of all cells, including test cells.
         scale: Whether to standardise every gene to mean 0 and standard deviation 1.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
     """
@@ -93,7 +94,7 @@ class PBMC3kDataModule(FittedDataModule):
     ) -> None:
         super().__init__(batch_size, eval_batch_size, **options)
         if label_file is not None and label_column is None:
-            raise ValueError("`label_file` needs `label_column`, the column with labels.")
+            raise ValueError("`label_file` needs `label_column`: set it to the column with labels.")
         if leiden and label_column is not None:
             raise ValueError("`leiden` and `label_column` exclude each other: use one of them.")
         if genes < 1 or smallest_cluster < 1:
@@ -134,7 +135,7 @@ class PBMC3kDataModule(FittedDataModule):
 
     @classmethod
     def from_anndata(cls, cells: "AnnData", **settings: Any) -> "PBMC3kDataModule":
-        """Return a DataModule for cells in memory; nothing is written to disk."""
+        """Return a DataModule for cells in memory, without writing to disk."""
         data = cls(**settings)
         data._cells = cells
         data.leiden = bool(settings.get("leiden"))
@@ -148,7 +149,7 @@ class PBMC3kDataModule(FittedDataModule):
         if self.path.suffix == ".h5ad" or self.path.is_file():
             return [self.path, *labels]
         names = ["matrix.mtx", "genes.tsv", "barcodes.tsv"]
-        if (self.path / "features.tsv.gz").exists():  # newer versions of Cell Ranger
+        if (self.path / "features.tsv.gz").exists():  # written by newer versions of Cell Ranger
             names = ["matrix.mtx.gz", "features.tsv.gz", "barcodes.tsv.gz"]
         return [*(self.path / name for name in names), *labels]
 
@@ -173,7 +174,7 @@ class PBMC3kDataModule(FittedDataModule):
         try:
             CellDecoder(self, self._cells, self._preparation).decode(save)
         finally:
-            torch.set_num_threads(threads)  # numba, used by scanpy, resets it to all cores
+            torch.set_num_threads(threads)  # scanpy uses numba, which sets it to all cores
 
     @override
     def split(self, tables: Tables) -> dict[str, Split]:
@@ -190,7 +191,7 @@ class PBMC3kDataModule(FittedDataModule):
 
     @override
     def check_parts(self, parts: Mapping[str, Split]) -> None:
-        # With groups, only the training split must contain every class.
+        # If cells are split by group, only the training split must contain every class.
         is_grouped = self._preparation is None and self.split_by is not None
         super().check_parts({"train": parts["train"]} if is_grouped else parts)
 
@@ -225,8 +226,8 @@ class PBMC3kDataModule(FittedDataModule):
         Args:
             cells: Cells with the barcodes of this data; modified in place.
             predictions: Output of `Trainer.predict`, as batches of classes or as dicts with the
-                key `prediction`; or a tensor with the class of every cell.
-            key: Column of `obs`; `<key>_part` holds the split of the cell.
+                key `prediction`. May also be a tensor with the class of every cell.
+            key: Column of `obs` for the predictions. The column `<key>_part` contains the splits.
         """
         import pandas as pd
 

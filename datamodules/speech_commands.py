@@ -31,9 +31,9 @@ class SpeechCommandsDataModule(BaseDataModule):
     """One-second clips: ten words, silence, and all other words as `_unknown_`.
 
     The official split is used, in which no speaker appears in two splits. Silent clips are cut from
-    background noise, for each split from different segments. Unless `unknown` is subsampled,
-    `_unknown_` is by far the most frequent class: `majority_rate()` returns the accuracy of always
-    predicting it.
+    background noise, and each split uses different segments of it. Unless `unknown` is
+    `subsampled`, `_unknown_` is by far the most frequent class. `majority_rate()` returns the
+    accuracy of always predicting that class.
 
         root/SpeechCommands/speech_commands_v0.02/{<word>/*.wav,validation_list.txt,testing_list.txt}
 
@@ -42,13 +42,15 @@ class SpeechCommandsDataModule(BaseDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
-        front_end: Mel bands x frames. `40x41`: the first 0.8 s, windows of 25 ms every 20 ms, as
-            implied by the paper's MACs. `40x98`: 1 s, windows of 30 ms every 10 ms, as in its text.
-        silence: Silent clips as a share of the other clips of a split, or `paper` for its counts
-            of 2,000, 300 and 300. With 0, there is no such class.
-        unknown: `all` other words, or `subsampled` to as many clips as the average word has.
-        time_shift_ms: Maximum shift of training clips in either direction.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
+        front_end: Mel bands x frames. `40x41` covers the first 0.8 s with windows of 25 ms every
+            20 ms, as the MACs in the paper imply. `40x98` covers 1 s with windows of 30 ms every
+            10 ms, as the text of the paper says.
+        silence: Number of silent clips, as a share of the other clips in a split. `paper` uses the
+            paper's counts of 2,000, 300 and 300. With 0, there is no class for silence.
+        unknown: Whether `_unknown_` contains `all` other words, or is `subsampled` to the average
+            number of clips per known word.
+        time_shift_ms: Maximum shift of training clips in either direction, in milliseconds.
         noise_volume: Maximum volume of the background noise added to training clips, including
             silent ones.
         on_mismatch: Whether to `convert` or `refuse` clips that are not mono at 16 kHz.
@@ -82,7 +84,7 @@ class SpeechCommandsDataModule(BaseDataModule):
             raise ValueError(f"`silence` must be a share in [0, 1) or 'paper', got {silence}.")
         if not 0 <= time_shift_ms < 1000 or noise_volume < 0:
             raise ValueError(
-                "`time_shift_ms` must be in [0, 1000) and `noise_volume` not negative, got "
+                "`time_shift_ms` must be in [0, 1000) and `noise_volume` at least 0, got "
                 f"{time_shift_ms} and {noise_volume}."
             )
         self.front_end = check_choice("front_end", front_end, *FRONT_ENDS)

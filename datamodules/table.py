@@ -36,8 +36,8 @@ class TabularDataModule(FittedDataModule):
     Args:
         batch_size: Training batch size.
         eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
-        path: A .csv or .tsv file, which may be compressed, or a .parquet file, given as a path or
-            relative to the root.
+        path: A .csv or .tsv file, which may be compressed, or a .parquet file. The path is
+            relative to the working folder or to the root.
         bundled: The table to use without `path`: `breast_cancer`, `iris`, `wine` or, with `task:
             regression`, `diabetes`.
         label: The column to predict. Defaults to `target` for a bundled table.
@@ -46,8 +46,8 @@ class TabularDataModule(FittedDataModule):
         ignore: Columns that are not inputs. They are listed with the predictions to identify rows.
         separator: Column separator. If None, it follows from the file's suffix.
         split_by: Column of groups, such as patients, whose rows must stay together. It may also
-            contain the values `train`, `val` and `test`. If `val` is absent, validation rows are
-            held out from `train`. The column is not an input.
+            contain the values `train`, `val` and `test` instead of groups. If `val` is absent,
+            validation rows are held out from `train`. The column is not an input.
         time_column: Column of dates or numbers. The latest rows are used for testing, and the rows
             before them for validation. The column is not an input.
         val_share: Share of the rows for validation.
@@ -93,9 +93,7 @@ class TabularDataModule(FittedDataModule):
         self.split_by, self.time_column = split_by, time_column
         self.val_share, self.test_share = val_share, test_share
         if split_by is not None and time_column is not None:
-            raise ValueError(
-                "`split_by` and `time_column` exclude each other: use only one of them."
-            )
+            raise ValueError("`split_by` and `time_column` exclude each other: use one of them.")
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "`val_share` and `test_share` must be above 0, with a sum below 1, got "
@@ -115,7 +113,7 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in order; for a category, the column and the level."""
+        """Input names, in order. A category's inputs are named after its column and the level."""
         return tuple(name for _, name in self._of_facts().inputs())
 
     @override
@@ -137,7 +135,7 @@ class TabularDataModule(FittedDataModule):
 
     @property
     def target_scale(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of a numeric label in the training rows; None for classes."""
+        """Mean and standard deviation of a numeric label in training, or None for classes."""
         target = self._of_facts().target
         return None if target is None else (target[0], target[1])
 

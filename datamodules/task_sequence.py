@@ -36,7 +36,7 @@ def permuted(seed: int, task: int) -> Change:
 
 
 def rotated(degrees: float) -> Change:
-    """Return a change that rotates images about their centre; exposed corners are black."""
+    """Return a change that rotates images about their centre. Exposed corners are black."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
 
     def rotate(images: Tensor, rows: Indices) -> Tensor:
@@ -228,7 +228,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def current_task(self) -> int:
-        """The task of the current epoch; without a Trainer, the first task."""
+        """The task of the current epoch, or the first task without a Trainer."""
         if self.trainer is None or not self.trainer.max_epochs:
             return 0
         return min(
@@ -265,7 +265,7 @@ class TaskSequence(BaseDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Class names; if classes of several tasks share a label, their names are joined."""
+        """Class names. If classes from several tasks share a label, their names are joined."""
         names = self.data.class_names
         if self.kind != "split" or self.labels != "domain":
             return names
@@ -310,8 +310,8 @@ class TaskSequence(BaseDataModule):
         epochs, reload = trainer.max_epochs, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not epochs or epochs < 0 or epochs % self.tasks:
             raise ValueError(
-                f"`max_epochs` must be a multiple of the {self.tasks} tasks, so that each task gets "
-                f"the same number of epochs, got {epochs}."
+                f"`max_epochs` must be a multiple of the {self.tasks} tasks, so that each task "
+                f"gets the same number of epochs, got {epochs}."
             )
         if reload < 1 or epochs // self.tasks % reload:
             raise ValueError(
@@ -330,7 +330,8 @@ class TaskSequence(BaseDataModule):
             for name, part in of_task.items():
                 if not len(part):
                     raise ValueError(
-                        f"Task {task} has no samples in the {name} split: the dataset is incomplete."
+                        f"Task {task} has no samples in the {name} split: the dataset is "
+                        "incomplete."
                     )
         return self._by_task[0]
 

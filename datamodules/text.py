@@ -23,29 +23,31 @@ _NOT_STANDARD = {"site-packages", "dist-packages"}
 
 
 class TextDataModule(BaseDataModule):
-    """Windows of text for byte-level language models; needs no download by default.
+    """Windows of text for byte-level language models. By default, no download is needed.
 
-    Duplicate files are skipped, and `split_seed` assigns every file to a single split, according to
-    the shares of the bytes. Each training epoch samples random windows; validation and test use
-    evenly spaced windows. A batch is a pair: input bytes, and the bytes that follow them.
+    Duplicate files are skipped. Every file is assigned to a single split, at random according to
+    `split_seed` and the shares of the bytes. Each training epoch samples random windows, while
+    validation and test use evenly spaced windows. A batch is a pair of input bytes and the bytes
+    that follow them.
 
     Args:
         batch_size: Windows per training batch.
-        eval_batch_size: Windows per batch of validation and test; `batch_size` if None.
+        eval_batch_size: Windows per batch for validation and test; `batch_size` if None.
         folder: A folder of text files, searched recursively. If None, the source code of the
             running Python is used, whose standard library has up to 30 MB.
-        packages: Whether to add the source code of installed packages, about 300 MB with torch;
-            only without `folder`.
-        pattern: Pattern of the file names in the folder, such as `*.txt`.
+        packages: Whether to add the source code of installed packages, which is about 300 MB with
+            torch. Cannot be combined with `folder`.
+        pattern: Pattern for the names of files in the folder, such as `*.txt`.
         context: Length of a window in bytes.
-        windows_per_epoch: Windows per training epoch; as many as fit side by side if None.
-        eval_windows: Windows for validation, and for the test; as many as fit side by side if None.
+        windows_per_epoch: Windows per training epoch. If None, as many as fit side by side.
+        eval_windows: Windows for validation and also for testing. If None, as many as fit side by
+            side.
         val_share: Share of the bytes for validation.
-        test_share: Share of the bytes for the test.
+        test_share: Share of the bytes for testing.
         prompt: Text that `predict` continues.
         samples: Number of continuations to sample.
         sample_length: Length of a continuation in bytes.
-        sample_temperature: Sampling temperature; 0 always takes the most probable byte.
+        sample_temperature: Sampling temperature. With 0, the most probable byte is always chosen.
         **options: Further arguments of `BaseDataModule`, such as `cache_dir` and `split_seed`.
 
     >>> data = TextDataModule(batch_size=8, context=64)
@@ -122,7 +124,7 @@ class TextDataModule(BaseDataModule):
         if not self.folder.is_dir():
             raise FileNotFoundError(
                 f"`folder` must be a folder of text files, got {self.folder}: use another, or omit "
-                "it for the source code of Python."
+                "it to use the source code of Python."
             )
         found = [path for path in sorted(self.folder.rglob(self.pattern)) if path.is_file()]
         if len(found) < 3:
@@ -200,7 +202,7 @@ class TextDataModule(BaseDataModule):
 
     @staticmethod
     def text_of(tokens: Sequence[int]) -> str:
-        """Decode bytes; invalid bytes become replacement characters."""
+        """Decode bytes, and turn invalid bytes into replacement characters."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
 

@@ -36,12 +36,12 @@ class TinyImageNetDataModule(BaseDataModule):
 
     Args:
         batch_size: Training batch size.
-        eval_batch_size: Batch size of validation, test and predict; `batch_size` if None.
+        eval_batch_size: Batch size for validation, test and prediction; `batch_size` if None.
         val_share: Share of the training images held out for validation.
-        augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them; `flip`
-            only flips.
-        padding_mode: What fills the border of a shifted image: `reflect` its mirror image,
-            `constant` black, as published. GateNets learn to recognise a black border.
+        augment: `crop_flip` shifts training images by up to 4 pixels and flips half of them. `flip`
+            only flips images.
+        padding_mode: What fills the border of a shifted image. `reflect` mirrors the image, and
+            `constant` is black, as published. GateNets learn to recognise a black border.
         statistics: Dataset whose mean and standard deviation normalise the images: `imagenet` or
             `tiny_imagenet`.
         **options: Further arguments of `BaseDataModule`, such as `root` and `split_seed`.
@@ -112,7 +112,8 @@ class TinyImageNetDataModule(BaseDataModule):
         for part, images in zip(("train", "test"), self._images(), strict=True):
             if unknown := set(images.values()) - set(wnids):
                 raise ValueError(
-                    f"{self.folder}/wnids.txt lacks {min(unknown)}, the class of some images."
+                    f"{self.folder}/wnids.txt lacks {min(unknown)}, the class of some images: "
+                    "add it."
                 )
             save(f"{part}_images", read_chunks(list(images), read_rgb))
             save(f"{part}_labels", [np.array([wnids.index(wnid) for wnid in images.values()])])

@@ -1,4 +1,4 @@
-"""Compute budgets: usage penalties, the controller of λ, and landing on the budget."""
+"""Compute budgets, with usage penalties, control of λ, and landing on the budget."""
 
 from .budget import GateBudget, Measure, check_budget, gate_budgets, usage_by_budget
 from .penalty import (

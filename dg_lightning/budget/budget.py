@@ -1,6 +1,6 @@
-"""Compute budgets: measure what gates use, and shift gates to meet a budget exactly.
+"""Compute budgets, which measure the share that gates use and shift gates to meet a target.
 
-Usage is measured as deployed: hard gates with their floors, including the cost of gate networks.
+Usage is measured as in deployment, with hard gates and floors. It includes the cost of GateNets.
 """
 
 import math
@@ -25,12 +25,12 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MOST_CANDIDATES = 4096
-_FAR = 0.5  # shortfall that is too large, as a share of the target
+_FAR = 0.5  # shortfall that counts as too large, as a share of the target
 
 
 @contextmanager
 def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> Iterator[None]:
-    """Temporarily replace recorded gates by deployed gates with shifted ``z / τ``."""
+    """Temporarily replace recorded gates with deployed gates whose ``z / τ`` is shifted."""
     before = [gate.gate for gate in gates]
     for gate in gates:
         gate.gate = deployed_gate(gate, shifts.get(gate, 0.0)).float()
@@ -42,14 +42,14 @@ def _deployed(gates: Sequence[GateLike], shifts: Mapping[GateLike, float]) -> It
 
 
 class GateBudget:
-    """A budget for a group of gates: a share of their units, or of the MACs of linear layers.
+    """A budget for a group of gates, as a share of their units or of the MACs in linear layers.
 
     Args:
         gates: The gates that are penalised and shifted.
         all_gates: All gates of the module.
         maps: The linear layers whose MACs are counted.
-        measure: `macs` for executed MACs, including those of gate networks, over the dense MACs of
-            the linear layers. `open_rate` for open units over all units.
+        measure: `macs` divides the executed MACs, including those of gate networks, by the dense
+            MACs of the linear layers. `open_rate` divides the open units by all units.
         budget: The share that may be used.
     """
 
@@ -75,7 +75,7 @@ class GateBudget:
     def used(self, shift: float = 0.0) -> Tensor:
         """Return the share used in the last forward pass, as a 0-d tensor on the gates' device.
 
-        With a nonzero `shift`, return what the pass would have used with gates shifted by it.
+        With a nonzero `shift`, return the share that the pass would have used with shifted gates.
         """
         gates = list(self.gates.values())
         concerned = gates if self.measure == "open_rate" else self.all_gates
@@ -86,18 +86,18 @@ class GateBudget:
             device = self.device
             counts = [executed_macs(m) for m in self.maps]
             counts += [decision_macs(gate, self.maps) for gate in self._deciding()]
-            # Counts that do not depend on gates are on the CPU: no synchronisation needed.
+            # Counts that do not depend on gates are on the CPU, so reading them needs no sync.
             known = sum(float(count) for count in counts if count.device != device)
             means = [_row_mean(count) for count in counts if count.device == device]
             return (torch.stack(means).sum() + known) / self.macs_dense
 
     def _deciding(self) -> list[GateLike]:
-        """Return the gates whose own cost is part of the MACs."""
+        """Return the gates whose decisions are part of the counted MACs."""
         own = [m.output_gate for m in self.maps]
         return [g for g in self.all_gates if g in self.gates.values() or g in own]
 
     def min_share(self) -> float:
-        """Return the share used with every gate at its floor: the lowest feasible budget."""
+        """Return the lowest feasible budget, the share used with every gate at its floor."""
         if self.measure == "open_rate":
             floors = sum(floor_of(gate) * gate.block_size for gate in self.gates.values())
             return floors / sum(gate.units for gate in self.gates.values())
@@ -110,10 +110,10 @@ class GateBudget:
     def closes_all(self, used: float) -> bool:
         """Return True if `used` means that every gate is closed."""
         has_floor = any(floor_of(gate) for gate in self.gates.values())
-        return not has_floor and used <= self.min_share() + 1e-6  # rounding
+        return not has_floor and used <= self.min_share() + 1e-6  # allow for rounding
 
     def least_decisions(self) -> float:
-        """Return the share used by gate networks alone, with every gate at its floor."""
+        """Return the share that gate networks alone use, with every gate at its floor."""
         total = 0
         for gate in self._deciding():
             before = gate_before(gate, self.maps)
@@ -123,12 +123,12 @@ class GateBudget:
 
     @property
     def device(self) -> torch.device:
-        """The device of the gates."""
+        """The device that the gates are on."""
         return next(iter(self.gates.values())).threshold.device
 
     @property
     def resolution(self) -> float:
-        """The share of the most expensive block, which limits how exactly a static net can land."""
+        """The share that the most expensive block uses, which limits how exactly gates can land."""
         total = self.macs_dense
         if self.measure == "open_rate":
             total = sum(gate.units for gate in self.gates.values())
@@ -147,15 +147,15 @@ class GateBudget:
             raise ValueError(
                 f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
                 f"with every gate at its floor, usage is {min_share:.4g}, of which "
-                f"{deciding:.4g} by gate networks. Raise the budget, lower `min_open`, or use "
+                f"{deciding:.4g} is for gate networks. Raise the budget, lower `min_open`, or use "
                 "smaller GateNets."
             )
 
     def usage(self, rates: Tensor) -> Tensor:
-        """Return the penalised usage for the mean p of each gate."""
+        """Return the usage to penalise, given the mean p of each gate."""
         if self.prices is not None:
             return self.prices.usage(rates)
-        if self.unit_shares.device != rates.device:  # a copy synchronises
+        if self.unit_shares.device != rates.device:  # copying forces a device sync
             self.unit_shares = self.unit_shares.to(rates.device)
         return (rates * self.unit_shares).sum()
 
@@ -166,9 +166,9 @@ class GateBudget:
 
     @torch.no_grad()
     def shift_for(self, target: float) -> float:
-        """Return the amount for `shift` with which at most `target` is used.
+        """Return the amount to pass to `shift` so that at most `target` is used.
 
-        It is 0 if nothing has to change.
+        Return 0 if nothing has to change.
         """
         distances = [
             (logit(gate.threshold) - logit(gate.probability.flatten())) / price
@@ -176,11 +176,11 @@ class GateBudget:
             if gate.probability is not None and price > 0
         ]
         needed = torch.cat(distances).unique()  # the shift that opens each unit
-        if len(needed) > _MOST_CANDIDATES:  # per-token gates give millions
+        if len(needed) > _MOST_CANDIDATES:  # with per-token gates there are millions
             chosen = torch.arange(_MOST_CANDIDATES, device=needed.device) * (len(needed) - 1)
             needed = needed[chosen // (_MOST_CANDIDATES - 1)]
         needed = needed.cpu()
-        halfway = (needed[1:] + needed[:-1]) / 2  # usage is constant between two units
+        halfway = (needed[1:] + needed[:-1]) / 2  # usage only changes where a unit opens
         shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
         low, high = 0, len(shifts) - 1
         while low < high:  # find the largest shift within the target
@@ -189,7 +189,8 @@ class GateBudget:
                 low = middle
             else:
                 high = middle - 1
-        # Units with equal p open together. If that misses the target by far, take the nearer side.
+        # Units with equal p open together. If the result is far below the target, choose the
+        # neighbouring shift that is closer to it.
         nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
         misses = self.used(shifts[low]) < (1 - _FAR) * target
         chosen = nearest if misses else shifts[low]
@@ -197,22 +198,22 @@ class GateBudget:
         return 0.0 if impossible or self.used(chosen) == self.used() else chosen
 
     def shift(self, amount: float) -> None:
-        """Shift every ``z / τ`` in proportion to the cost of its unit, at most by `amount`.
+        """Shift ``z / τ`` in proportion to the cost of each unit, by at most `amount`.
 
-        The gradient of the penalty is proportional to the cost too. All units of a gate shift
-        equally, so they open in the learned order.
+        The gradient of the penalty is also proportional to this cost. All units of a gate shift by
+        the same amount, so they open in the learned order.
         """
         for gate, by in self._shifts(amount).items():
             gate.shift_bias(by * float(gate.temperature))
 
     def _shifts(self, amount: float) -> dict[GateLike, float]:
-        """Return the shift of each gate's ``z / τ``."""
+        """Return the shift to apply to ``z / τ`` for each gate."""
         prices = {gate: self._price(gate) for gate in self.gates.values()}
         highest = max(prices.values())
         return {gate: amount * price / highest for gate, price in prices.items()}
 
     def _price(self, gate: GateLike) -> float:
-        """Return the cost of a block of a gate: its units, or their connections."""
+        """Return the cost of one block in a gate, as a number of units or of connections."""
         if self.measure == "open_rate":
             return float(gate.block_size)
         ends = [(m, m.input_gate, m.output_gate if m.skips_rows else None) for m in self.maps]
@@ -226,12 +227,14 @@ def check_budget(
     initial_weight: float,
     max_weight: float,
 ) -> None:
-    """Validate shares, the choice of gates and the range of λ."""
+    """Validate budget shares, gate selection and the range of λ."""
     for share in budget.values() if isinstance(budget, Mapping) else [budget]:
         if not 0 < share <= 1:
             raise ValueError(f"`budget` must be in (0, 1], got {share}.")
     if isinstance(budget, Mapping) and layers is not None:
-        raise ValueError("`layers` needs a single `budget`, got a dict: choose gates by its keys.")
+        raise ValueError(
+            "`layers` needs a single `budget`, got a dict: its keys already select the gates."
+        )
     if not 0 < initial_weight <= max_weight < math.inf:
         raise ValueError(
             "`initial_weight` must be above 0 and at most `max_weight`, got "
@@ -240,7 +243,7 @@ def check_budget(
 
 
 def usage_by_budget(budgets: Sequence[GateBudget], rates: Tensor) -> Tensor:
-    """Return the penalised usage of each budget, from the mean p of all their gates."""
+    """Return the usage to penalise for each budget, given the mean p of each gate in order."""
     parts = rates.split([len(budget.gates) for budget in budgets])
     return torch.stack([b.usage(part) for b, part in zip(budgets, parts, strict=True)])
 
@@ -250,10 +253,10 @@ def gate_budgets(
 ) -> dict[str, GateBudget]:
     """Create a budget for each group of gates, by name pattern.
 
-    The pattern "" stands for the gates of `layers` and the MACs of the whole module.
+    The pattern "" stands for the gates selected by `layers` and the MACs of the whole module.
 
     Raises:
-        ValueError: If a gate belongs to two groups, or its usage cannot be measured or trained.
+        ValueError: If a gate belongs to two groups, or if its usage cannot be measured or trained.
     """
     everything, maps = gate_layers(module), linear_maps(module)
     budgets: dict[str, GateBudget] = {}
@@ -261,7 +264,9 @@ def gate_budgets(
         gates = gate_layers(module, [pattern] if pattern else layers)
         for name, gate in gates.items():
             if any(name in budget.gates for budget in budgets.values()):
-                raise ValueError(f"Two patterns of `budget` match the gate {name}: use only one.")
+                raise ValueError(
+                    f"Two patterns in `budget` match the gate {name}: make the patterns disjoint."
+                )
             if getattr(gate, "k", None) is not None:
                 raise ValueError(
                     f"{name} has a fixed number of open gates (`policy: top_k`), which a penalty "
@@ -276,7 +281,7 @@ def gate_budgets(
         if measure == "macs" and (unknown := gates_without_macs(gates, maps)):
             raise ValueError(
                 f"No linear layer is known for {', '.join(unknown)}, so MACs cannot be budgeted: "
-                "declare the layers in `feeds` of the gate, or set `measure='open_rate'`."
+                "declare the layers in the gate's `feeds`, or set `measure='open_rate'`."
             )
         before = [m for m in maps if not pattern or m.output_gate in gates.values()]
         own = before or [m for m in maps if m.input_gate in gates.values()]

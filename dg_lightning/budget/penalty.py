@@ -1,7 +1,7 @@
-"""Usage terms that penalise gates, to be added to a loss (section 3.3 of the paper).
+"""Usage terms that penalise open gates when added to a loss (section 3.3 of the paper).
 
-The rate of a gate is the mean of p over the (global) batch, or the mean of g, which has the
-gradient of p.
+The rate of a gate is the mean of p or of g over the global batch. The mean of g has the gradient
+of p.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,16 +29,17 @@ def penalty(
     unit_shares: Mapping[str, Tensor] | None = None,
     prices: "MacsCost | None" = None,
 ) -> Tensor:
-    """Return the usage of gates in their last forward pass, to be added to a loss.
+    """Return the usage of gates in the last forward pass, as a term to add to a loss.
 
     Args:
-        gates: The gates by name, as returned by `gate_layers`.
-        usage: The kind of usage, see `usage_term`.
+        gates: The gates, keyed by name, as returned by `gate_layers`.
+        usage: The kind of usage. See `usage_term`.
         rate: Whether to average `p` or the hard `g`.
         targets: The target rate of each gate, for `target` and the hinges.
         power: The exponent of the hinges, 1 or 2.
         layer_weights: A weight for each gate.
-        unit_shares: Weights of the blocks of each gate, by gate name. They sum to 1 per gate.
+        unit_shares: Weights for the blocks in each gate, keyed by gate name. They sum to 1 for each
+            gate.
         prices: The MAC costs, for `expected_macs`.
 
     >>> from dg_lightning import GatedMLP, gate_layers
@@ -60,9 +61,9 @@ def mean_rates(
     rate: Literal["p", "g"] = "p",
     unit_shares: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return the mean p or g of each gate in its last forward pass: ``(gates,)``.
+    """Return the mean p or g of each gate in the last forward pass, as a ``(gates,)`` tensor.
 
-    `unit_shares` weights the blocks of a gate. The weights of each gate sum to 1.
+    `unit_shares` contains weights for the blocks in each gate, which sum to 1 for each gate.
 
     Raises:
         RuntimeError: If a gate has not run yet.
@@ -79,9 +80,9 @@ def mean_rates(
 
 
 def mean_rate(value: Tensor, unit_shares: Tensor | None = None) -> Tensor:
-    """Return the mean of p or g of one gate, as a 0-d tensor."""
+    """Return the mean p or g of one gate as a 0-d tensor."""
     by_row = value if unit_shares is None else (value * unit_shares).sum(-1)
-    return by_row.mean() if by_row.numel() else by_row.sum()  # a batch may hold no tokens
+    return by_row.mean() if by_row.numel() else by_row.sum()  # a batch may contain no tokens
 
 
 def usage_term(
@@ -98,7 +99,7 @@ def usage_term(
     Args:
         usage: `open_rate` is the sum of the rates. `target` is the sum of their squared distances
             to `targets`. `hinge_below` and `hinge_above` sum how far rates are below or above
-            `targets`, raised to `power`. `expected_macs` is the share of MACs, see `MacsCost`.
+            `targets`, raised to `power`. `expected_macs` is the share of MACs. See `MacsCost`.
         rates: The rate of each gate.
         targets: The target rate of each gate, for `target` and the hinges.
         power: The exponent of the hinges, 1 or 2.
@@ -129,7 +130,7 @@ def usage_term(
 
 
 def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
-    """Return the same values with their gradient multiplied by `factors`.
+    """Return unchanged values whose gradient is multiplied by `factors`.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> scale_gradient(x, torch.tensor([1.0, 3.0])).sum().backward()
@@ -140,21 +141,21 @@ def scale_gradient(values: Tensor, factors: Tensor | float) -> Tensor:
 
 
 class MacsCost:
-    """Expected MACs of a module's linear layers, as a function of its gate rates.
+    """Expected MACs in a module's linear layers, as a function of the gate rates.
 
     The cost is the sum over linear layers of ``connections * mean p_in * mean p_out``, as a share
-    of the dense MACs. Unlike `open_rate`, it reflects that closing a unit saves its row and its
-    column.
+    of the dense MACs. Unlike `open_rate`, this cost reflects that closing a unit saves both its
+    row and its column.
 
     Args:
-        gates: The gates, in the order of their rates. All other gates count as open.
-        maps: The linear layers.
+        gates: The gates, in the same order as the rates. All other gates count as open.
+        maps: The linear layers whose MACs are counted.
     """
 
     def __init__(self, gates: Sequence[GateLike], maps: Sequence[LinearMap]) -> None:
         self.maps = maps
         self.macs_dense = sum(m.macs_dense for m in maps)
-        always_open = len(gates)  # the index of a rate of 1
+        always_open = len(gates)  # index of the constant rate 1 that `usage` appends
 
         def index(gate: GateLike | None) -> int:
             return next((i for i, other in enumerate(gates) if other is gate), always_open)
@@ -173,7 +174,7 @@ class MacsCost:
             self._shares.copy_(shares)
 
     def usage(self, rates: Tensor) -> Tensor:
-        """Return the expected share of the dense MACs."""
+        """Return the expected MACs as a share of the dense MACs."""
         if (self._shares.device, self._shares.dtype) != (rates.device, rates.dtype):
             self._outputs = self._outputs.to(rates.device)
             self._inputs = self._inputs.to(rates.device)
@@ -184,7 +185,7 @@ class MacsCost:
 
 
 def gates_without_macs(gates: Mapping[str, GateLike], maps: Sequence[LinearMap]) -> list[str]:
-    """Return the names of gates without MACs, which `expected_macs` cannot penalise."""
+    """Return the names of gates that save no MACs, so `expected_macs` cannot penalise them."""
     priced = [m.input_gate for m in maps] + [m.output_gate for m in maps if m.skips_rows]
     return [name for name, gate in gates.items() if not any(gate is other for other in priced)]
 

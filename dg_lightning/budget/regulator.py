@@ -1,6 +1,6 @@
-"""Hold one budget over a training run: adapt the penalty's weight, then land.
+"""Keep a training run on its budget by adapting the penalty weight, then landing.
 
-Landing means to freeze the gates and shift them until the budget is met exactly.
+Landing means freezing the gates and shifting them until the budget is met exactly.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,17 +16,18 @@ from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
 
 class Multiplier:
-    """The λ of a budget, adapted to measured usage without leaving the device.
+    """The penalty weight λ for a budget, which adapts to measured usage on the device.
 
-    `pi` is a proportional-integral controller on log λ, which finds the scale of any loss.
+    `pi` is a proportional-integral controller on log λ, which adapts to a loss of any scale.
     `dual` is gradient ascent on the Lagrangian.
 
     Args:
         method: The update rule. `shift` uses no penalty, so its λ never changes.
         initial: The initial λ.
         highest: The largest λ.
-        integral: Gain of the summed error. For `dual`, the step size as a multiple of `initial`.
-        proportional: Gain of the change of the error.
+        integral: Gain for the accumulated error. For `dual`, the step size as a multiple of
+            `initial`.
+        proportional: Gain for the change in the error.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Multiplier:
         self.error = torch.tensor(0.0)
 
     def on(self, device: torch.device) -> Tensor:
-        """Move λ to a device once, to avoid a copy in every step, and return it."""
+        """Return λ on a device, moving it there once to avoid a copy in every step."""
         if self.value.device != device:
             self.value, self.error = self.value.to(device), self.error.to(device)
         return self.value
 
     @torch.no_grad()
     def update(self, used: Tensor, allowed: float) -> None:
-        """Raise λ if more was used than allowed, otherwise lower it.
+        """Raise λ if more was used than allowed, and lower it otherwise.
 
         While usage is too high, λ never falls, even if the error shrinks quickly.
         """
@@ -80,18 +81,18 @@ class Multiplier:
 
 
 _MEASUREMENTS = 200  # default number of measurements in a training run
-_LANDING = 10  # measurements that a landing takes
+_LANDING = 10  # number of measurements during a landing
 
 _TOLERANCE = 0.01  # relative error below which landed gates are not corrected
-ENOUGH_MEASUREMENTS = 10  # batches that a correction is based on
-LEAST = 1e-6  # lower bound on a used share, avoids division by zero
+ENOUGH_MEASUREMENTS = 10  # number of batches needed for a correction
+LEAST = 1e-6  # lower bound on a used share, to avoid division by zero
 
 
-Mean: TypeAlias = Callable[[Tensor], Tensor]  # over ranks
+Mean: TypeAlias = Callable[[Tensor], Tensor]  # averages a value over ranks
 
 
 class Timetable(NamedTuple):
-    """The schedule of a budget, in optimizer steps."""
+    """The schedule for a budget, in optimizer steps."""
 
     progress_at: ValueAt  # required progress towards the budget, from 0 to 1
     begin: int
@@ -105,26 +106,26 @@ class Timetable(NamedTuple):
     ) -> "Timetable":
         """Convert durations to optimizer steps.
 
-        `every` is the measurement interval. None means 1/200 of the training run.
+        `every` is the measurement interval in steps. None means 1/200 of the training run.
         """
         progress_at = Schedule(0.0, 1.0, "linear", begin, until).resolve(clock)
         first, freeze = clock.steps(begin, "begin"), clock.steps(freeze_at, "freeze_at")
         interval = every or max(1, (clock.total_steps or freeze) // _MEASUREMENTS)
         landed = freeze + _LANDING * interval
         if clock.total_steps is not None:
-            # Reserve two steps: gates freeze first and land one step later, because p predates
-            # the optimizer step.
+            # Reserve two steps. Gates freeze first and land one step later, because the recorded p
+            # predates the optimizer step.
             freeze = min(freeze, max(clock.total_steps - 2, 0))
             landed = min(landed, clock.total_steps - 1)
         return cls(progress_at, first, freeze, landed, interval)
 
     def landing_progress(self, step: int) -> float:
-        """Return the progress of the landing: 0 at its start, 1 or more after its end."""
+        """Return the progress of the landing, from 0 at the start to 1 or more after the end."""
         return (step - self.freeze_at) / max(self.landed - self.freeze_at, 1)
 
 
 class FrozenGates:
-    """Keeps the parameters of gates fixed, regardless of the optimizer.
+    """Keeps gate parameters fixed, whatever the optimizer does.
 
     `requires_grad` and `grad` do not change, because DDP and loss scalers rely on gradients.
 
@@ -147,22 +148,22 @@ class FrozenGates:
 class Landing:
     """Shifts frozen gates gradually until they meet their budget.
 
-    Static gates then meet it exactly. The usage of GateNets varies between batches and changes with
-    their input features, so they are corrected by the mean of several batches.
+    Static gates then meet the budget exactly. GateNets use a different share in each batch, and it
+    drifts as their input features change, so they are corrected by the mean over several batches.
 
     Args:
-        budget: The budget.
+        budget: The budget to meet.
     """
 
     def __init__(self, budget: GateBudget) -> None:
         self.budget = budget
         self.landed = False
-        self.start: float | None = None  # share used when gates were frozen
+        self.start: float | None = None  # share used when the gates were frozen
         self.measurements = 0
         self.used = 0.0
 
     def approach(self, used: Tensor, progress: float) -> float:
-        """Return the next shift of gates that have not landed yet.
+        """Return the next shift for gates that have not landed yet.
 
         Args:
             used: The share used by deployed gates, estimated from the last forward pass.
@@ -175,7 +176,7 @@ class Landing:
         return self.shift_to(target, self.used)
 
     def correct(self, used: Tensor, measurements: int = 1) -> float:
-        """Add measurements after the landing and return a correction, usually 0."""
+        """Add measurements made after landing, and return a correction, which is usually 0."""
         self.measurements += measurements
         self.used += (float(used) - self.used) * measurements / self.measurements
         settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
@@ -192,7 +193,7 @@ class Landing:
         """Shift the gates and restart the measurements.
 
         Args:
-            shift: The shift, equal on all ranks.
+            shift: The shift, which must be equal on all ranks.
             mean: Averages a value over ranks, so that all ranks record the same usage.
         """
         if shift:
@@ -212,25 +213,26 @@ class Landing:
         self.landed, self.used = state["landed"], state["used"]
         self.start = state.get("start")
         known = "measurements" in state
-        self.measurements = state["measurements" if known else "looks"]  # "looks" in version 0.2
+        self.measurements = state["measurements" if known else "looks"]  # version 0.2 saved "looks"
 
 
 _MISSED = 0.05  # relative error that counts as a missed budget
-# Measurements to average. More would lag behind closing gates, and one may be a small batch.
+# Number of measurements to average. More would lag behind closing gates, and a single one may come
+# from a small batch.
 _RECENT = 2
 _WORDS = {"macs": "of the dense MACs", "open_rate": "of the units open"}
 _SAME_P = (
-    "Many units have the same p and open together, gates outside of this budget use too much, or "
-    "connections still change: penalise longer (`begin`, `freeze_at`), or raise the gates' "
+    "Many units have the same p and open together, gates outside this budget use too much, or "
+    "connections are still changing: penalise longer (`begin`, `freeze_at`), or raise the gates' "
     "learning rate."
 )
 _ALL_CLOSED = (
-    "No unit is open: raise the budget, or set a floor (`min_open` of the gates, or the callback "
-    "MinimumActivity)."
+    "No unit is open: raise the budget, or set a floor with the gates' `min_open` or the callback "
+    "MinimumActivity."
 )
 _OTHER_INPUTS = (
-    "Training inputs differ (random crops, dropout), or the input features of GateNets still "
-    "change. Gates are corrected after every validation: land earlier, so that some epochs follow."
+    "Training inputs differ (random crops, dropout), or the input features of GateNets are still "
+    "changing. Gates are corrected after every validation, so land some epochs earlier."
 )
 
 
@@ -238,15 +240,16 @@ class Regulator:
     """Brings gates to a budget, measured in training and on validation inputs.
 
     GateNets may use a different share on validation inputs than on training inputs, because of
-    augmentation, dropout and sampled gates. The budget is measured on validation inputs, over all
-    loaders. Before the landing, training measurements are multiplied by the ratio of both shares.
-    After the landing, gates are corrected by validation. (When Lightning resumes from a checkpoint
-    of an epoch's last batch, it skips that epoch's validation. The next one makes up for it.)
+    augmentation, dropout and sampled gates. Usage is therefore also measured on validation inputs,
+    over all loaders. Before landing, training measurements are multiplied by the ratio of the
+    validation share to the training share. After landing, validation corrects the gates. If
+    Lightning resumes from a checkpoint saved after the last batch in an epoch, it skips validation
+    for that epoch, and the next validation makes the correction.
 
     Args:
-        name: The name pattern of its gates, "" for all gates.
+        name: The name pattern that selects the gates, "" for all gates.
         budget: The budget.
-        multiplier: The λ of the budget.
+        multiplier: The penalty weight λ for the budget.
     """
 
     def __init__(self, name: str, budget: GateBudget, multiplier: Multiplier) -> None:
@@ -255,14 +258,14 @@ class Regulator:
         self.multiplier = multiplier
         self.landing = Landing(budget)
         self.start: float | None = None  # share used when the penalty began
-        self.savings = 1.0  # possible savings, which normalise the penalty
-        self.ratio = 1.0  # share used in validation over share used in training
+        self.savings = 1.0  # largest possible savings, used to normalise the penalty
+        self.ratio = 1.0  # validation share / training share
         self.used: Tensor | None = None  # last measurement with deployed gates
         self._validates = False  # whether validation corrects landed gates
         self._has_warned = False
-        self._recent: list[Tensor] = []  # shares used in the last measured passes
-        self._validation = torch.zeros(2)  # sums of share * rows, and of rows
-        self._largest_batch: list[Any] = []  # gates recorded on it
+        self._recent: list[Tensor] = []  # shares used in recent measured passes
+        self._validation = torch.zeros(2)  # sum of share * rows, sum of rows
+        self._largest_batch: list[Any] = []  # (p, g) of each gate on the largest batch
         self._most_rows = 0
 
     @property
@@ -276,7 +279,7 @@ class Regulator:
         return float(start * (self.budget.budget / start) ** progress)
 
     def begin(self, mean: Mean) -> None:
-        """Measure usage once before the penalty starts, as the start of the allowed share."""
+        """Measure usage before the penalty starts. The allowed share starts there."""
         if self.start is not None:
             return
         self.start = max(float(self.measure(mean)), self.budget.budget)
@@ -284,7 +287,7 @@ class Regulator:
         self.savings = self.start - min_share if self.start > min_share else 1.0
 
     def penalty(self, usage: Tensor) -> Tensor:
-        """Return the penalty for a usage."""
+        """Return the penalty for this usage."""
         return self.multiplier.on(usage.device) * usage / self.savings
 
     def measure(self, mean: Mean) -> Tensor:
@@ -295,7 +298,7 @@ class Regulator:
         return self.used
 
     def control(self, used: Tensor, progress: float, mean: Mean) -> None:
-        """Update λ after a measurement, or with `shift`, shift gates to the allowed share."""
+        """Update λ after a measurement. With the method `shift`, shift the gates instead."""
         if self.multiplier.method != "shift":
             self.multiplier.update(used, self.allowed(progress))
             return
@@ -303,7 +306,7 @@ class Regulator:
         self._shift(self.landing.shift_to(self.allowed(progress), float(used)), mean)
 
     def land(self, used: Tensor, progress: float, mean: Mean) -> None:
-        """Shift frozen gates after a measurement, usually a no-op once they have landed."""
+        """Shift frozen gates after a measurement. This is usually a no-op after landing."""
         if not self.landing.landed:
             self._shift(self.landing.approach(used, progress), mean)
         elif not self._validates:
@@ -311,7 +314,7 @@ class Regulator:
 
     def _shift(self, shift: float, mean: Mean) -> None:
         own = torch.tensor(shift, device=self.budget.device)
-        self.landing.apply(float(mean(own)), mean)  # the same shift on all ranks
+        self.landing.apply(float(mean(own)), mean)  # average so that all ranks shift equally
 
     def start_validation(self) -> None:
         """Reset the validation statistics."""
@@ -319,7 +322,7 @@ class Regulator:
         self._largest_batch, self._most_rows = [], 0
 
     def add_validation_batch(self) -> None:
-        """Add the usage of the last validation batch."""
+        """Add the share used in the last validation batch."""
         recorded = [(gate.probability, gate.gate) for gate in self.budget.all_gates]
         rows = max(g.shape[:-1].numel() for _, g in recorded if g is not None)
         used = self.budget.used()
@@ -329,20 +332,20 @@ class Regulator:
             self._most_rows, self._largest_batch = rows, recorded
 
     def end_validation(self, mean: Mean) -> None:
-        """Compare validation usage with the budget, and correct landed gates."""
+        """Compare usage in validation with the budget, and correct gates that have landed."""
         total, rows = mean(self._validation).tolist()
         recent = [float(raw) for raw in self._recent]
         if not rows or not recent:
             return
         share = total / rows
         if self._validates or (self.landing.landed and not self.budget.depends_on_input):
-            self._warn_if_missed(share)  # only after a first correction
+            self._warn_if_missed(share)  # after at least one correction, if any are possible
         if not self.budget.depends_on_input:
             return
         if not self.landing.landed:
             self.ratio = max(share, LEAST) / max(sum(recent) / len(recent), LEAST)
             return
-        # The last batch may be small, so use what gates recorded on the largest one.
+        # The last batch may be small, so restore the p and g recorded on the largest batch.
         for gate, (p, g) in zip(self.budget.all_gates, self._largest_batch, strict=True):
             gate.probability, gate.gate = p, g
         self._validates, self.landing.measurements = True, 0
@@ -360,7 +363,7 @@ class Regulator:
         return abs(share - self.budget.budget) > tolerance
 
     def report(self, rehearsal: bool) -> None:
-        """Log the final usage. Warn if the budget was missed, except in a `rehearsal`."""
+        """Log the final usage, and warn if the budget was missed unless this is a `rehearsal`."""
         if self.used is None:
             return
         landed = self.landing.landed
@@ -393,7 +396,7 @@ class Regulator:
         }
 
     def load_from(self, state: dict[str, Any]) -> None:
-        """Restore the state from that of a controller."""
+        """Restore the state of this budget from the state of its controller."""
         own = state["budgets"].get(self.name)
         if own is None:
             return

@@ -1,4 +1,4 @@
-"""Check a training run by a few of its steps."""
+"""Check a training run by running a few of its steps."""
 
 import os
 import tempfile
@@ -27,9 +27,9 @@ def check(
     ranks: int = 1,
     **trainer: Any,
 ) -> Report:
-    """Run a few training steps, and report problems of the training run.
+    """Run a few training steps, and report the problems that a full run would have.
 
-    The steps use copies of model and callbacks, and the real data. Callbacks act immediately
+    The steps use the real data, and copies of the model and callbacks. Callbacks act immediately
     instead of following their schedules. Nothing is saved, and callbacks that save checkpoints or
     print are omitted.
 
@@ -39,10 +39,10 @@ def check(
             accepts.
         callbacks: The callbacks of the Trainer.
         ranks: If 2, also run the steps in two processes on the CPU, whose weights must agree.
-        **trainer: Other arguments of the Trainer: `max_epochs`, `precision`, ...
+        **trainer: Other Trainer arguments, such as `max_epochs` and `precision`.
 
     Returns:
-        The findings; printing them shows a table.
+        The findings. Printing them shows a table.
 
     >>> from dg_lightning import GatedClassifier
     >>> from dg_lightning.callbacks import GatePenalty
@@ -69,7 +69,9 @@ def check(
         if seen.clock is not None:
             add_findings(report, callbacks, copies, seen)
         if seen.batches == 0 and report.ok:
-            report.add("ERROR", "training", "No batches: check `limit_train_batches` and the data.")
+            report.add(
+                "ERROR", "training", "No batches ran: check `limit_train_batches` and the data."
+            )
         elif saved.exists():
             report.findings.append(compare_resumed(model, datamodule, callbacks, trainer, saved))
             add_pickling(report, copies.callbacks)
@@ -77,13 +79,13 @@ def check(
                 add_cost(report, model, datamodule, callbacks, trainer)
         if ranks > 1 and seen.batches:
             if isinstance(datamodule, pl.LightningDataModule):
-                datamodule.trainer = None  # a Trainer cannot be sent to processes
+                datamodule.trainer = None  # a Trainer cannot be sent to other processes
             report.findings.append(check_ranks(model, datamodule, callbacks, trainer))
     return report
 
 
 def _leave_no_traces(stack: ExitStack, data: Any) -> None:
-    """Restore everything that the steps change when the stack closes."""
+    """When the stack closes, restore everything that the steps have changed."""
     for context in (isolate_rng(), quietly(), warnings.catch_warnings()):
         stack.enter_context(context)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Findings of a check: in one process, after resuming, and between ranks."""
+"""Collect the findings of a check: in one process, after resuming, and between ranks."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """The findings of a check; printing it shows a table.
+    """The findings of a check, shown as a table when printed.
 
     >>> report = Report()
     >>> report.add("OK", "gates", "2 gates.")
@@ -103,11 +103,14 @@ class Report:
 
 
 _STEPS = 8
-_PATIENCE = timedelta(seconds=60)  # how long a process waits for the other
+_PATIENCE = timedelta(seconds=60)  # how long one process waits for the other
 
 
 class CompareRanks(pl.Callback):
-    """Records in which batch weights first differ between ranks, after all other callbacks."""
+    """Records the batch after which each weight first differs between ranks.
+
+    It must be the last callback.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -168,7 +171,7 @@ def check_ranks(
 
 @contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, because gloo writes to stdout, which is for the report."""
+    """Redirect stdout to stderr, because gloo writes to stdout, where the report belongs."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -179,18 +182,21 @@ def _stdout_is_stderr() -> Iterator[None]:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error: for another process, the end of its traceback."""
+    """Return the last line of an error message, which may end with a remote traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     last = lines[-1] if lines else type(error).__name__
     if "imed out" in str(error):
-        return f"one process waited in vain for the other ({last})"
+        return f"one process timed out while waiting for the other ({last})"
     if "pickle" in str(error):
-        return f"{last} (objects defined in a notebook cannot be sent to processes)"
+        return f"{last} (objects defined in a notebook cannot be sent to other processes)"
     return last
 
 
 class Resumed(pl.Callback):
-    """Records the state from which a resumed run starts, after all other callbacks."""
+    """Records the state from which a resumed run starts.
+
+    It must be the last callback.
+    """
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -227,7 +233,7 @@ def compare_resumed(
             line = " ".join(str(error).split())
             return Finding("ERROR", what, f"Resuming fails: {type(error).__name__}: {line}")
     if not resumed.state:
-        return Finding("warning", what, "Resuming was not tested: the run had already finished.")
+        return Finding("warning", what, "Resuming was not tested because the run had finished.")
     ours = [callback.state_key for callback in copies.callbacks if is_ours(callback)]
     kept = {key: value for key, value in saved["callbacks"].items() if key in ours and value}
     expected = {
@@ -261,7 +267,7 @@ _DURATIONS = ("begin", "until", "freeze_at", "transition", "revive_after", "revi
 
 
 def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: ProbeResult) -> None:
-    """Add the findings of a run in one process."""
+    """Add the findings from a run in one process."""
     ours = copies.callbacks
     if seen.batches == 0:
         _callbacks(report, given, ours, seen)
@@ -278,7 +284,7 @@ def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Pro
 
 
 def _steps(report: Report, given: Sequence[Any], seen: ProbeResult) -> None:
-    """Compare the steps that Lightning counts with actual and with assumed steps."""
+    """Compare Lightning's step count with the actual and the expected numbers of steps."""
     made = f"{seen.steps} optimizer steps in {seen.batches} batches"
     if seen.optimizer_steps > seen.steps:
         report.add(
@@ -382,7 +388,7 @@ def _moments(callback: Any) -> dict[str, Duration]:
 def _in_time(
     name: str, text: str, moments: dict[str, Duration], clock: Clock
 ) -> tuple[Status, str, str]:
-    """Return a finding on durations, resolved to steps."""
+    """Return a finding about durations, converted to steps."""
     steps = {moment: clock.steps(value, moment) for moment, value in moments.items()}
     if steps:
         text += f" In steps: {', '.join(f'{moment} {step:,}' for moment, step in steps.items())}."
@@ -393,7 +399,7 @@ def _in_time(
 
 
 def _dense_layers(report: Report, model: Any, ours: Sequence[Any]) -> None:
-    """Report the layers that no callback makes sparse, with the reason."""
+    """Report which layers no callback makes sparse, and why."""
     sparse = [callback for callback in ours if hasattr(callback, "connections")]
     if sparse:
         made = {name for callback in sparse for name in targets(callback)}
@@ -483,7 +489,7 @@ def add_pickling(report: Report, ours: Sequence[Any]) -> None:
             pickle.dumps(alone)
         except Exception as error:  # its attributes may raise anything
             name = type(callback).__name__
-            report.add("ERROR", name, f"It cannot be sent to processes: {error}.")
+            report.add("ERROR", name, f"Cannot be sent to other processes: {error}.")
 
 
 def add_cost(report: Report, model: Any, data: Any, callbacks: Sequence[Any], trainer: Any) -> None:
@@ -502,7 +508,7 @@ def add_cost(report: Report, model: Any, data: Any, callbacks: Sequence[Any], tr
 
 
 def _names(names: Iterable[str]) -> str:
-    """Return names as text, with only the first few written out."""
+    """Join names with commas, and write out only the first few."""
     every = list(names)
     left = len(every) - _MOST_NAMES
     return ", ".join(every[:_MOST_NAMES]) + (f" and {left} others" if left > 0 else "")

@@ -30,7 +30,7 @@ from dg_lightning.compute.whole_net import FlopRecorder, WholeNet
 from dg_lightning.gates import gate_layers, shared_state
 from dg_lightning.schedules import Clock, Schedule
 
-# Arguments of a Trainer that a check sets or omits.
+# Trainer arguments that a check sets or omits.
 _OF_A_RUN = frozenset({
     "barebones", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
     "enable_model_summary", "enable_progress_bar", "fast_dev_run", "limit_val_batches", "logger",
@@ -73,7 +73,7 @@ def shorten_schedules(callbacks: Sequence[Any]) -> None:
 
 
 class Copies:
-    """Copies of a model and its callbacks, which keep references to each other.
+    """Copies of a model and its callbacks that preserve the references between them.
 
     Args:
         model: The model.
@@ -108,7 +108,7 @@ _FEWEST_BATCHES, _MOST_BATCHES, _STEPS = 8, 40, 4
 
 @dataclass
 class ProbeResult:
-    """What a few training steps have shown."""
+    """Observations from a few training steps."""
 
     batches: int = 0
     steps: int = 0  # optimizer steps counted by Lightning
@@ -119,12 +119,12 @@ class ProbeResult:
     gates: dict[str, Any] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)  # gates that ran
     untrained: list[str] = field(default_factory=list)  # gates that no optimizer holds
-    # By callback, its targets that are no longer in the module.
+    # callback -> targets that are no longer in the module
     dead: dict[str, list[str]] = field(default_factory=dict)
-    # By gate, the gradient norms of the loss and of the penalties.
+    # gate -> gradient norms of the loss and of the penalties
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
     no_gradients: str | None = None  # why gradients could not be measured
-    # By layer, the first step after which a missing weight was not 0.
+    # layer -> first step after which a missing weight was not 0
     not_zero: dict[str, int] = field(default_factory=dict)
     whole_net: WholeNet | None = None
     seconds: list[float] = field(default_factory=list)
@@ -187,13 +187,13 @@ def gate_parameters(seen: ProbeResult) -> list[tuple[str, nn.Parameter]]:
 
 
 def gradients_of(loss: Tensor, seen: ProbeResult) -> list[Tensor | None]:
-    """Return the gradients of a loss for the gates' parameters, in the first batch only."""
+    """Return a loss's gradients for the gate parameters, in the first batch only."""
     parameters = [parameter for _, parameter in gate_parameters(seen)]
     if not parameters or seen.batches or seen.no_gradients or loss.grad_fn is None:
         return []
     try:
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    except RuntimeError as error:  # for example checkpoint(use_reentrant=True) or compiled code
+    except RuntimeError as error:  # for example, checkpoint(use_reentrant=True) or compiled code
         seen.no_gradients = str(error).partition("\n")[0]
         return []
     return list(found)
@@ -249,7 +249,7 @@ class LastProbe(pl.Callback):
 
     @torch.no_grad()
     def _look_at_weights(self, *_: Any) -> None:
-        """Check that missing weights are 0 in the weights that the forward pass uses."""
+        """Check that missing connections are 0 in the weights that the forward pass uses."""
         live = {id(module) for module in self._module.modules()}
         for callback in self._sparse:
             for name, sparse in callback.connections.items():
@@ -305,14 +305,14 @@ def run_steps(
     seen: ProbeResult,
     save: Path | None = None,
 ) -> None:
-    """Run a few training steps with files in a temporary folder.
+    """Run a few training steps that write only to a temporary folder.
 
     Args:
         copies: Copies of the model and its callbacks.
         data: A DataModule or a loader.
         arguments: Arguments of the Trainer.
         seen: The record to fill.
-        save: Where to save a checkpoint at the end; None to save none.
+        save: Where to save a checkpoint at the end. If None, no checkpoint is saved.
     """
     before = FirstProbe(seen)
     with tempfile.TemporaryDirectory() as folder, torch.compiler.set_stance("force_eager"):

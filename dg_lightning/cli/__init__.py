@@ -1,4 +1,4 @@
-"""The program `dg-lightning`: LightningCLI with shipped configs and one-line errors."""
+"""The `dg-lightning` program: LightningCLI with shipped configs and one-line errors."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -36,12 +36,12 @@ def report_command(args: list[str]) -> None:
 
     parser = OneLineErrorParser(
         prog="dg-lightning report",
-        description="Write the HTML report of a run or of a study as a single file. With --wandb, "
-        "save a W&B workspace instead: open rates, heat maps, accuracy against MACs.",
+        description="Write an HTML report on a run or a study as a single file. With --wandb, save "
+        "a W&B workspace that shows open rates, heat maps and accuracy against MACs instead.",
     )
     add_run_options(parser)
     parser.add_argument(
-        "--output", type=str, help="Output file; by default report.html in the run."
+        "--output", type=str, help="Output file; by default report.html in the run folder."
     )
     parser.add_argument("--wandb", type=str, help="entity/project in W&B, instead of a run.")
     given = parser.parse_args(args)
@@ -116,14 +116,16 @@ def _require_optuna(command: str) -> None:
 
 def _read_settings(command: str, kind: type[T], args: list[str]) -> T:
     parser = OneLineErrorParser(prog=f"dg-lightning {command}", description=COMMANDS[command])
-    parser.add_argument("--config", action="config", help="Shipped config, or a file.")
+    parser.add_argument(
+        "--config", action="config", help="Name of a shipped config, or path of a config file."
+    )
     parser.add_class_arguments(kind)
     given = parser.parse_args(resolve_config_paths(args))
     given.pop("config")
     return kind(**parser.instantiate(given).as_dict())
 
 
-# Modules of the commands that are not subcommands of GateCLI.
+# Command -> module, for commands that are not subcommands of GateCLI.
 _MODULES = {
     "study": "dg_lightning.cli.commands",
     "search": "dg_lightning.cli.commands",
@@ -138,8 +140,8 @@ _TERMINATED = 143  # 128 + SIGTERM, as shells report it
 
 def run(given: list[str]) -> None:
     """Run a command that needs torch."""
-    # Optimizer state of closed units decays to denormal numbers, which slow CPUs down by up to a
-    # third after some epochs. Set first, because threads inherit it when they are created.
+    # The optimizer state of closed units decays to denormal numbers, which slow CPUs down by up to
+    # a third after some epochs. This comes first, because new threads inherit the setting.
     torch.set_flush_denormal(True)
     if _QUIET in given:
         prints = any(a in ("-h", "--help") or a.startswith("--print_config") for a in given)
@@ -165,7 +167,7 @@ def run(given: list[str]) -> None:
             is_full = getattr(error, "errno", None) in (ENOSPC, EFBIG)
             remedy = ": free some space; existing files are intact." * is_full
             raise cli_error(f"{one_line(str(error))}{remedy}", error) from error
-        if involves_user_code(error):  # its author needs the full traceback
+        if involves_user_code(error):  # the author of that code needs the full traceback
             raise
         raise cli_error(describe_unexpected(error), error, status=1) from error
     if dist.is_available() and dist.is_initialized():

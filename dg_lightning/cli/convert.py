@@ -1,4 +1,4 @@
-"""The command `convert`: add per-token gates to a trained dense Transformer."""
+"""The `convert` command: add per-token gates to a trained dense Transformer."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -36,18 +36,26 @@ def convert_command(args: list[str]) -> None:
         "--budget",
         type=float | list[float],
         default=0.5,
-        help="Share of the feed-forward MACs to use, gate networks included; a list makes one "
-        "model for each.",
+        help="Share of the feed-forward MACs to use, gate networks included. A list makes one "
+        "model for each budget.",
     )
     parser.add_argument("--output", type=str, required=True, help="Folder for the checkpoints.")
-    parser.add_argument("--block_size", type=int, default=64, help="Units that share a gate.")
     parser.add_argument(
-        "--teach_steps", type=int, default=250, help="Steps that train the gates alone."
+        "--block_size", type=int, default=64, help="Number of units that share a gate."
     )
-    parser.add_argument("--tune_steps", type=int, default=1000, help="Steps of fine-tuning.")
-    parser.add_argument("--learning_rate", type=float, default=3e-4, help="For fine-tuning.")
+    parser.add_argument(
+        "--teach_steps", type=int, default=250, help="Number of steps that train only the gates."
+    )
+    parser.add_argument("--tune_steps", type=int, default=1000, help="Number of fine-tuning steps.")
+    parser.add_argument(
+        "--learning_rate", type=float, default=3e-4, help="Learning rate for fine-tuning."
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the batch order.")
-    parser.add_argument("--data_root", type=str, help="Location of the data; by default the run's.")
+    parser.add_argument(
+        "--data_root",
+        type=str,
+        help="Location of the data; by default, the one in the run's config.",
+    )
     given = parser.parse_args(args)
     path = selected_checkpoint(given)
     budgets = given.budget if isinstance(given.budget, list) else [given.budget]
@@ -55,7 +63,7 @@ def convert_command(args: list[str]) -> None:
         raise cli_error(f"`budget` must be above 0 and below 1, got {given.budget}.")
     output = Path(given.output)
     if output.exists() and not output.is_dir():
-        raise cli_error(f"`output` must be a folder, got the file {given.output!r}: name another.")
+        raise cli_error(f"`output` must be a folder, got the file {given.output!r}: name a folder.")
     done: list[Converted] = []
     for budget in budgets:
         pl.seed_everything(given.seed, verbose=False)
@@ -91,7 +99,7 @@ def convert_command(args: list[str]) -> None:
 
 
 def _save(model: GatedModule, converted: Converted, source: str, file: Path) -> None:
-    """Write a self-contained checkpoint, in the format of runs with `AddGates`."""
+    """Write a self-contained checkpoint in the format that `AddGates` runs use."""
     checkpoint = read_checkpoint(source)
     for key in ("optimizer_states", "lr_schedulers", "loops"):
         checkpoint.pop(key, None)

@@ -14,7 +14,7 @@ from dg_lightning.files import atomic_write
 from dg_lightning.schedules.schedule import Clock, Curve, collect_plan, find_risks
 
 if TYPE_CHECKING:
-    from rich.plan_table import Table
+    from rich.table import Table
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -38,7 +38,7 @@ class PlanningTrainer(pl.Trainer):
         datamodule: pl.LightningDataModule | None = None,
         output: str = "plan.png",
     ) -> None:
-        """Plot all schedules of a config over optimizer steps, without training.
+        """Plot all schedules in a config over optimizer steps, without training.
 
         Args:
             model: The model whose gates are scheduled.
@@ -58,16 +58,16 @@ class PlanningTrainer(pl.Trainer):
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            rank_zero_info("A figure of the plan needs matplotlib: pip install matplotlib")
+            rank_zero_info("Plotting the plan needs matplotlib: pip install matplotlib")
             return
         path = Path(output, "plan.png") if Path(output).is_dir() else Path(output)
         draw(curves, clock, path)
         rank_zero_info(f"The plan is in {path}.")
 
     def _clock(self, datamodule: pl.LightningDataModule | None) -> Clock:
-        """Return the length of the training run in steps, for which the data is loaded."""
+        """Load the data, and return the length of the training run in steps."""
         if datamodule is None:
-            raise ValueError("A plan needs data to know the length of an epoch: give `--data`.")
+            raise ValueError("A plan needs data to know the length of an epoch: pass `--data`.")
         datamodule.prepare_data()
         datamodule.setup("fit")
         batches = math.ceil(len(datamodule.train_dataloader()) / self.world_size)
@@ -81,7 +81,7 @@ class PlanningTrainer(pl.Trainer):
         total = min(per_epoch * (epochs or 0), steps)
         if not 0 < total < math.inf:
             raise ValueError(
-                f"A plan needs a finite number of steps above 0, got {total}: "
+                f"A plan needs a positive, finite number of steps, got {total}: "
                 "set `trainer.max_epochs` or `trainer.max_steps`."
             )
         return Clock(int(total), per_epoch)
@@ -91,7 +91,7 @@ def plan_table(curves: list[Curve], clock: Clock) -> "Table":
     """Return the plan as a table for the terminal, one row per curve."""
     from rich import box
     from rich.markup import escape
-    from rich.plan_table import Table
+    from rich.table import Table
 
     result = Table(title=f"Plan: {clock.total_steps:,} optimizer steps", box=box.SIMPLE)
     result.add_column("schedule", no_wrap=True)
@@ -154,16 +154,16 @@ class CheckingTrainer(PlanningTrainer):
         ranks: int = 1,
         json: bool = False,
     ) -> None:
-        """Run a few steps and report problems; nothing is saved.
+        """Run a few steps and report problems, without saving anything.
 
         Args:
             model: The model.
             datamodule: The data.
-            ranks: If 2, two CPU processes run the steps too, and must agree.
+            ranks: If 2, the steps also run in two CPU processes, whose results must agree.
             json: Print JSON instead of a table.
         """
         if datamodule is None:
-            raise ValueError("`check` needs data: give `--data`.")
+            raise ValueError("`check` needs data: pass `--data`.")
         if ranks not in (1, 2):
             raise ValueError(f"`ranks` must be 1 or 2, got {ranks}.")
         callbacks = self.arguments.pop("callbacks", None) or []

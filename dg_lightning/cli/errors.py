@@ -17,7 +17,7 @@ import dg_lightning
 from dg_lightning import callbacks, datamodules
 from dg_lightning.cli_error import cli_error
 
-# Packages that raise errors of these types with a message for the user.
+# If one of these packages raises one of `_MESSAGE_TYPES`, the message is meant for the user.
 _PACKAGES = (dg_lightning, callbacks, datamodules, lightning, jsonargparse)
 _PACKAGE_FOLDERS = [Path(package.__path__[0]) for package in _PACKAGES]
 _MESSAGE_TYPES = (ValueError, TypeError, RuntimeError)
@@ -33,7 +33,7 @@ _REWORDINGS = (
     (r"\.? Got value: (?:\[?Namespace|\{).*", "."),
     (
         r"Expected a dot import path string: (\S+?)(?:\. Got value.*)?$",
-        r"There is no class \1; give its full path, as package.module.Class.",
+        r"No class \1 found; pass its full path, such as package.module.Class.",
     ),
 )
 
@@ -48,7 +48,7 @@ class OneLineErrorParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if re.match(r"unrecognized arguments: [^-]", message):
-            message += "; give a config with --config"
+            message += "; pass a config with --config"
         elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
             known = self.get_defaults(skip_validation=True).keys()
             near = get_close_matches(unknown[2], known, n=1)
@@ -87,12 +87,12 @@ def describe_unexpected(error: Exception) -> str:
 
 
 def one_line(message: str) -> str:
-    """Reduce the parser's report on nested types to the key and its problem."""
+    """Shorten the parser's report on nested types to the key and the reason."""
     if "Problems parsing config" in message:
         return " ".join(message.split())
     if message.startswith(_STATE_DICT_MISMATCH):
         first = " ".join(message.split("\n\t", 2)[1].split())[:200]
-        return f"The weights of the checkpoint do not fit the net: {first}"
+        return f"The checkpoint's weights do not fit the net: {first}"
     keys = dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message))
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     reasons = [line for line in lines if line and not _BOILERPLATE.match(line)]
@@ -105,7 +105,7 @@ def one_line(message: str) -> str:
 
 
 def _join_expectations(reasons: list[str]) -> str | None:
-    """Join the alternatives of a union type: expected A or B, got C."""
+    """Join the messages for the members of a union type: expected A or B, got C."""
     pattern = r"Expected a (<class '[\w.]+'>|typing\.Literal\[.*?\])(?:\. Got value: (.*))?$"
     matches = [re.match(pattern, reason) for reason in reasons]
     found = [match for match in matches if match is not None]

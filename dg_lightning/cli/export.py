@@ -1,4 +1,4 @@
-"""The command `export`: write a trained net as a small file that runs without dg_lightning."""
+"""The `export` command: write a trained net as a small file that runs without dg_lightning."""
 
 import copy
 import importlib.util
@@ -54,7 +54,7 @@ def export_command(args: list[str]) -> None:
         warnings.filterwarnings("ignore", torch_internal)
     parser = OneLineErrorParser(
         prog="dg-lightning export",
-        description="Write a trained net as a small dense one that runs without dg-lightning.",
+        description="Write a trained net as a small dense net that runs without dg-lightning.",
     )
     add_run_options(parser)
     parser.add_argument("--format", type=Format, default="safetensors", help="File format.")
@@ -73,8 +73,8 @@ def export_command(args: list[str]) -> None:
         help="Turn input-dependent gates into static ones: a block stays open if at least "
         f"--min_usage of the validation samples open it ({FREEZE_USAGE} if --min_usage is 0). This "
         "changes the outputs of the net and makes it as fast as one with static gates. `auto` "
-        "freezes the gates, and prints that, if they make the net slower than the dense one and "
-        "accuracy drops by at most --max_accuracy_drop; it never does with --min_usage.",
+        "freezes the gates, and says so, if they make the net slower than the dense one and "
+        "accuracy drops by at most --max_accuracy_drop. It never does so with --min_usage.",
     )
     parser.add_argument(
         "--max_accuracy_drop",
@@ -83,7 +83,9 @@ def export_command(args: list[str]) -> None:
         help="Largest drop in validation accuracy for --freeze_gates=auto.",
     )
     parser.add_argument(
-        "--data_root", type=str, help="Location of the data; by default that of the run."
+        "--data_root",
+        type=str,
+        help="Location of the data; by default, the one in the run's config.",
     )
     parser.add_argument(
         "--batch_sizes", type=list[int], default=BATCH_SIZES, help="Batch sizes to optimise for."
@@ -102,7 +104,7 @@ def export_command(args: list[str]) -> None:
     gates = [layer.gate for layer in net.layers()]
     is_dynamic = any(gate is not None and gate.input_dependent for gate in gates)
     if wanted and not is_dynamic:
-        print(f"--{wanted} has no effect: no gate of this net depends on the input.")
+        print(f"--{wanted} has no effect: no gate in this net depends on the input.")
         wanted = None
     data = load_data(given.ckpt_path, given.data_root, needed_by=wanted)
     held_out = None
@@ -119,15 +121,17 @@ def export_command(args: list[str]) -> None:
             "The checkpoint is from an earlier version and does not record how data was prepared."
         )
     else:
-        preparation.pop("seen", None)  # the training cells; only the checkpoint needs them
+        preparation.pop("seen", None)  # the training cells, which only the checkpoint needs
     exported = export(reference, compacted, given.format, Path(given.output), x, preparation)
     gains = _print_results(net, compacted, exported, sizes, shape)
     slower = [size for size, gain in gains.items() if gain < 1]
     if reference is not net and wanted is None:
-        print("The outputs differ from the trained net's: --freeze_gates=false keeps the gates.")
+        print(
+            "The outputs differ from the trained net's; use --freeze_gates=false to keep the gates."
+        )
     decides = any(step["kind"] == "gated" for step in compacted.steps)
     if slower and decides:
-        need = "" if held_out else ", which needs validation data of the run (--data_root)"
+        need = "" if held_out else ", which needs the run's validation data (--data_root)"
         print(
             f"Slower than the dense net at batch size {', '.join(map(str, slower))}: "
             "input-dependent gates cost more here than they save. Make them static with "
@@ -156,7 +160,7 @@ def _compact_net(
 
 
 def _close_rare_blocks(net: GatedMLP, usage: dict[str, Tensor], min_usage: float) -> GatedMLP:
-    """Return a copy of a net with its rarely used blocks closed for every input."""
+    """Return a copy of a net whose rarely used blocks are closed for every input."""
     closed = copy.deepcopy(net)
     for name, share in usage.items():
         gate: Any = closed.get_submodule(name).gate
@@ -168,7 +172,7 @@ def _close_rare_blocks(net: GatedMLP, usage: dict[str, Tensor], min_usage: float
 def _print_results(
     net: GatedMLP, compacted: PlainNet, exported: Exported, sizes: list[int], shape: list[int]
 ) -> dict[int, float]:
-    """Print size, accuracy and speed of the file; return the speed-up by batch size."""
+    """Print the size and speed of the file, and return the speed-up for each batch size."""
     for name, (before, after) in compacted.units.items():
         print(f"{name}: {after:,} of {before:,} are left.")
     for note in compacted.notes:

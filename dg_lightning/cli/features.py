@@ -1,4 +1,4 @@
-"""The command `features`: list the columns or genes that a trained net uses."""
+"""The `features` command: list the columns or genes that a trained net uses."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,24 +28,28 @@ def features_command(args: list[str]) -> None:
     """Run `dg-lightning features`."""
     parser = OneLineErrorParser(
         prog="dg-lightning features",
-        description="Write the inputs that a net uses, and their importance. For columns of a "
-        "table: the drop in test accuracy (R² for regression) if the column is shuffled. For "
-        "genes: the slope of a cell type's logit, minus the mean logit, with respect to the gene's "
-        "log-normalised value, averaged over the training cells of that type.",
+        description="Write the inputs that a net uses, and their importance. For a table column, "
+        "this is the drop in test accuracy (R² for regression) if the column is shuffled. For a "
+        "gene, it is the slope of a cell type's logit, minus the mean logit, with respect to the "
+        "gene's log-normalised value, averaged over the training cells of that type.",
     )
     add_run_options(parser)
     parser.add_argument(
         "--output",
         type=str,
-        help="Output file; by default features.csv (genes.csv for cells) in the run.",
+        help="Output file; by default features.csv (genes.csv for cells) in the run folder.",
     )
-    parser.add_argument("--data_root", type=str, help="Location of the data; by default the run's.")
+    parser.add_argument(
+        "--data_root",
+        type=str,
+        help="Location of the data; by default, the one in the run's config.",
+    )
     given = parser.parse_args(args)
     path = Path(selected_checkpoint(given)).resolve()
     preparation = preparation_in(read_checkpoint(path)) or {}
     is_table = preparation.get("kind") == "table"
     if not is_table and not {"input_genes", "class_names", "std"} <= preparation.keys():
-        raise cli_error(f"`features` needs a run on a table or on cells, got {path}.")
+        raise cli_error(f"`features` needs a run trained on a table or on cells, got {path}.")
     net = load_net(str(path))
     data: Any = load_data(str(path), given.data_root, needed_by="features")
     name = "features.csv" if is_table else "genes.csv"
@@ -101,7 +105,7 @@ def gene_weights(
 
 
 def _gene_table(names: list[str], types: list[str], kept: Tensor, weights: Tensor) -> Table:
-    """Return the genes with the largest weights for each cell type."""
+    """Return a table of the genes with the largest weights for each cell type."""
     table = Table(box=box.SIMPLE, show_header=True)
     table.add_column("cell type", no_wrap=True)
     table.add_column("genes with the largest weights")
@@ -132,7 +136,7 @@ def _write_columns(net: GatedMLP, data: Any, output: Path) -> None:
     rich.print(_column_table(rows, measure))
     used = sum(row[2] > 0 for row in rows)
     picture = _draw(rows, measure, output.with_suffix(".png"))
-    print(f"{used} of {len(rows)} columns are kept; they are in {output}{picture}.")
+    print(f"{used} of {len(rows)} columns are kept; see {output}{picture}.")
 
 
 def _places(data: Any) -> dict[str, list[int]]:
@@ -156,7 +160,7 @@ def kept_inputs(net: GatedMLP, x: Tensor) -> Tensor:
 def shuffled_loss(
     net: GatedMLP, x: Tensor, target: Tensor, columns: Sequence[list[int]]
 ) -> tuple[str, list[float]]:
-    """Return the name of the metric, and its loss from shuffling each column."""
+    """Return the metric's name, and how much of it is lost when each column is shuffled."""
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(len(x), generator=generator) for _ in range(_SHUFFLES)]
     measure, (whole,) = scores([net], [(x, target)])
@@ -164,7 +168,9 @@ def shuffled_loss(
     for places in columns:
         runs = [partial(_shuffled, net, places, order) for order in orders]
         _, left = scores(runs, [(x, target)])
-        lost.append(sum(whole - score for score in left) / len(left))  # exactly 0 if all are equal
+        lost.append(
+            sum(whole - score for score in left) / len(left)
+        )  # exactly 0 if scores are equal
     return measure, lost
 
 

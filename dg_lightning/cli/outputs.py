@@ -1,4 +1,4 @@
-"""Output of commands: files in the run folder, and a printed summary."""
+"""Command output: files in the run folder and a printed summary."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.training.module import GatedModule
 from dg_lightning.versions import versions
 
-# Metrics in the summary of `fit`, if logged: name and format.
+# Metrics that the `fit` summary shows if they are logged: key -> (name, format).
 _METRICS = {
     "train/loss": ("training loss", ".4f"),
     "val/loss": ("validation loss", ".4f"),
@@ -49,7 +49,7 @@ def find_non_finite(trainer: Any) -> str | None:
     non_finite = [name for name, weight in weights if not bool(weight.detach().isfinite().all())]
     if non_finite:
         return (
-            f"{len(non_finite)} of its weights, such as {non_finite[0]}, are not finite; {advice}"
+            f"weights such as {non_finite[0]} are not finite ({len(non_finite)} in total); {advice}"
         )
     for key, value in trainer.callback_metrics.items():
         if key.rpartition("/")[2].endswith("loss") and not math.isfinite(float(value)):
@@ -58,7 +58,7 @@ def find_non_finite(trainer: Any) -> str | None:
 
 
 def print_summary(trainer: Any) -> None:
-    """Print the final metrics, the run folder, and the command that shows the run."""
+    """Print the final metrics, the run folder, and the command that writes a report."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -81,7 +81,7 @@ def print_summary(trainer: Any) -> None:
         table.add_row(f"{unwatched} of {len(gates)} gates", "not watched for collapse")
     console = Console()
     console.print(table)
-    # Not in the table, so that the command can be copied.
+    # Printed outside the table, so that the command can be copied.
     text = f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}"
     console.print(text, soft_wrap=True, markup=False, highlight=False)
 
@@ -108,7 +108,7 @@ class SaveWholeConfig(SaveConfigCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         _ensure_csv_logger(trainer)
-        # Without a logger all runs share a folder: `test` must not overwrite the config of `fit`.
+        # Without a logger, all runs share a folder, and `test` must not overwrite the `fit` config.
         command: Any = trainer.state.fn
         is_own_folder = trainer.loggers or command == "fit"
         folder = run_folder(trainer)
@@ -122,7 +122,7 @@ class SaveWholeConfig(SaveConfigCallback):
 
 
 def _ensure_csv_logger(trainer: Any) -> None:
-    """Add a CSV logger if there is none: reports need the metrics in the run folder."""
+    """Add a CSV logger if there is none, because reports read metrics from the run folder."""
     writes = [hasattr(getattr(x, "experiment", None), "metrics_file_path") for x in trainer.loggers]
     if trainer.loggers and not any(writes):
         folder = run_folder(trainer)
@@ -151,7 +151,7 @@ class WritePredictions(BasePredictionWriter):
         key, *known = descriptions or {"index": ()}
         names = _class_names(trainer)
         rows: dict[int, list[Any]] = {}
-        # There is one dataloader; each batch has the indices of its samples.
+        # There is only one dataloader. `batch_indices[0]` lists the sample indices of each batch.
         for batch, indices in zip(predictions, batch_indices[0], strict=True):
             found = batch["prediction"].tolist()
             columns = [[names[label] for label in found] if names else found]
@@ -169,7 +169,7 @@ class WritePredictions(BasePredictionWriter):
 
 
 def _gathered(trainer: pl.Trainer, own: dict[int, Any]) -> dict[int, Any]:
-    """Merge the values of all ranks, by sample index."""
+    """Merge the values from all ranks into one dict, keyed by sample index."""
     parts = [own] * trainer.world_size
     if trainer.world_size > 1:
         dist.all_gather_object(parts, own)
@@ -208,7 +208,7 @@ class WriteSamples(BasePredictionWriter):
 
 
 class WriteTestTables(pl.Callback):
-    """Writes the compute ledger and the confusion matrix of a test to the run folder."""
+    """Writes a test's compute ledger and confusion matrix to the run folder."""
 
     def __init__(self) -> None:
         self._confusion: MulticlassConfusionMatrix | None = None

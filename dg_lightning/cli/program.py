@@ -90,7 +90,7 @@ def _find_callback(name: str, callbacks: list[dict[str, Any]]) -> dict[str, Any]
         )
     near = get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"add it with --trainer.callbacks+={name}."
-    raise cli_error(f"There is no callback {name} ({present}): {hint}")
+    raise cli_error(f"The config has no callback {name} (configured: {present}): {hint}")
 
 
 def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
@@ -165,12 +165,12 @@ class GateCLI(LightningCLI):
 
     def __init__(self, *classes: Any, args: list[str], **options: Any) -> None:
         commands = self.subcommands()
-        # Creating the parsers of all commands takes a quarter of the start-up time.
+        # Creating parsers for all commands would take a quarter of the start-up time.
         wanted = {name: skip for name, skip in commands.items() if name in args[:1]} or commands
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
-        self._read: dict[str, dict[str, Any]] = {}  # the checkpoint by path
-        self._saved_hparams: dict[str, Any] | None = None  # from our checkpoint
-        self._preparation: dict[str, Any] | None = None  # how its data was prepared
+        self._read: dict[str, dict[str, Any]] = {}  # path -> checkpoint
+        self._saved_hparams: dict[str, Any] | None = None  # from a dg-lightning checkpoint
+        self._preparation: dict[str, Any] | None = None  # how the checkpoint's data was prepared
         super().__init__(*classes, args=args, **options)  # type: ignore[misc]
 
     @staticmethod
@@ -205,15 +205,15 @@ class GateCLI(LightningCLI):
         return to_plain(self._parser(self.config.subcommand), self._settings)
 
     def _update_settings(self, values: dict[str, Any]) -> None:
-        """Change settings; the parser validates them like command line options."""
+        """Change settings, which the parser validates like command-line options."""
         self.config = self.parser.parse_object({self.config.subcommand: values}, self.config)
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Use the complete model of a checkpoint.
+        """Use the complete model from a checkpoint.
 
-        Lightning would merge its hyperparameters into the config through its parser, which imports
-        every class that they name.
+        Lightning would pass the saved hyperparameters through its parser, which imports every class
+        that they name.
         """
         settings = self._settings
         if "ckpt_path" not in settings:
@@ -226,9 +226,7 @@ class GateCLI(LightningCLI):
             settings.ckpt_path = path = newest_checkpoint(given["trainer"], configs)
             rank_zero_info(f"Using the newest checkpoint, {path}")
         elif path is None and command != "fit":
-            rank_zero_warn(
-                f"There is no --ckpt_path: `{command}` uses the initial weights of the model."
-            )
+            rank_zero_warn(f"--ckpt_path is not set: `{command}` uses the model's initial weights.")
         if path is not None and settings.get("weights_only") is None:
             settings.weights_only = True  # otherwise Lightning unpickles files from a URL
         if path is None:
@@ -255,7 +253,7 @@ class GateCLI(LightningCLI):
                 arguments[name] = value
 
     def _use_data_of_run(self, path: str, given: dict[str, Any]) -> None:
-        """Use the training data of a checkpoint, unless `--data` names another class."""
+        """Use the data settings of a checkpoint's run, unless `--data` names another class."""
         found, configured = data_of_run(path), given.get("data")
         if found is None or configured is None:
             return
@@ -273,15 +271,15 @@ class GateCLI(LightningCLI):
             settings[key] = before.get(key)
         if differences := _differences(configured, self._plain_settings()["data"], "data"):
             rank_zero_info(
-                f"Using the data settings of the run ({config}), which differ from the config in "
+                f"Using the run's data settings ({config}), which differ from the config in "
                 f"{', '.join(differences)}."
             )
 
     def _load_model(self, path: str, saved: dict[str, Any], configured: dict[str, Any]) -> None:
-        """Use the model of a checkpoint, and report differences from the config."""
+        """Use the model from a checkpoint, and report differences from the config."""
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
-            raise cli_error(f"{path!r} is not a checkpoint of dg-lightning: give another one.")
+            raise cli_error(f"{path!r} is not a dg-lightning checkpoint: pass another one.")
         import_class(class_path, GatedModule)
         self._saved_hparams = saved
         if differences := _differences(configured, saved):
@@ -315,7 +313,7 @@ class GateCLI(LightningCLI):
         self, class_type: type[GatedModule], *args: Any, **kwargs: Any
     ) -> GatedModule:
         # The parser has validated the arguments and turned net and optimizer into factories. The
-        # model gets the plain values instead, as they become hyperparameters in the checkpoint.
+        # model gets plain values instead, because the checkpoint saves them as hyperparameters.
         if self._saved_hparams is None:
             return class_type(**self._plain_settings()["model"]["init_args"])
         saved = dict(self._saved_hparams)
@@ -328,7 +326,7 @@ class GateCLI(LightningCLI):
         super().instantiate_classes()
         use_preparation = getattr(self.datamodule, "use_preparation", None)
         path = self._settings.get("ckpt_path")
-        # In `fit`, Lightning restores the preparation with the state of the data.
+        # In `fit`, Lightning restores the preparation with the DataModule's state.
         if use_preparation is None or path is None or self.config.subcommand == "fit":
             return
         if self._preparation is None:

@@ -28,7 +28,7 @@ from dg_lightning.training.checkpoint import opened, preparation_in, read_checkp
 from dg_lightning.training.module import GatedModule
 from dg_lightning.training.spec import build, check_size, check_trusted, import_class
 
-_LOCK_SECONDS = 30.0  # maximum wait for another process that claims a folder
+_LOCK_SECONDS = 30.0  # maximum wait while another process claims a folder
 RUN_FILE = "run.json"  # records the configs of a run
 _CSV = "lightning.pytorch.loggers.CSVLogger"
 
@@ -36,7 +36,7 @@ _CSV = "lightning.pytorch.loggers.CSVLogger"
 def with_csv_logger_first(trainer: Mapping[str, Any]) -> list[Any] | None:
     """Return the loggers with a CSV logger first, or None if nothing changes.
 
-    The first logger defines the run folder, and other loggers have their own rules for it.
+    The first logger determines the run folder, and other loggers would name it differently.
     """
     loggers = _loggers(trainer)
     if loggers is None or _is_csv(loggers[0]):
@@ -62,7 +62,7 @@ def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
     if not (folder / name / RUN_FILE).exists():
         return None
     free = next(f"{name}_{k}" for k in count(1) if not (folder / f"{name}_{k}").exists())
-    rank_zero_info(f"{folder / name} already holds a run: using {folder / free}.")
+    rank_zero_info(f"{folder / name} already contains a run: using {folder / free} instead.")
     first = {**loggers[0], "init_args": {**options, "version": free}}
     return [first, *loggers[1:]]
 
@@ -70,8 +70,8 @@ def with_free_version(trainer: Mapping[str, Any]) -> list[Any] | None:
 def claim_run_folder(trainer: Any) -> None:
     """Create the run folder immediately, so that concurrent runs get different numbers.
 
-    Loggers number runs by existing folders, but create their own folder later. If a command fails
-    before it writes anything, its folder is removed.
+    Loggers choose a number that no existing folder has, but create their folder later. If a command
+    fails before it writes anything, the folder is removed.
     """
     if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return
@@ -91,22 +91,22 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str:
-    """Return the newest checkpoint written by a `fit` of this config.
+    """Return the newest checkpoint that `fit` saved for this config.
 
     Args:
         trainer: The settings of the Trainer, as plain values.
-        configs: The config files; runs of other configs are ignored.
+        configs: The config files; runs with other configs are ignored.
     """
     folders = _checkpoint_folders(trainer)
     wanted = _without_fragments([config_name(config) for config in configs])
     recorded = {p: _recorded_configs(p) for folder in folders for p in folder.rglob("*.ckpt")}
-    # Prefer runs of the same configs; otherwise the same first config, or unknown configs.
+    # Prefer runs with the same configs. Otherwise accept the same first config or unknown configs.
     found = [p for p, own in recorded.items() if own == wanted]
     found = found or [p for p, own in recorded.items() if own is None or own[:1] == wanted[:1]]
     if not found:
         raise cli_error(
-            f"There is no checkpoint under {' or '.join(map(str, folders))}: "
-            "run `dg-lightning fit` first, or name one with --ckpt_path."
+            f"No checkpoint found under {' or '.join(map(str, folders))}: "
+            "run `dg-lightning fit` first, or pass one with --ckpt_path."
         )
     newest = max(found, key=lambda path: path.stat().st_mtime)
     # Prefer the last epoch, as the shipped configs do.
@@ -117,7 +117,7 @@ def newest_checkpoint(trainer: Mapping[str, Any], configs: Sequence[str]) -> str
 
 
 def config_of(checkpoint: str | Path) -> Path | None:
-    """Return the path of the config.yaml of a checkpoint's run, or None."""
+    """Return the path of the config.yaml in a checkpoint's run folder, or None."""
     if "://" in str(checkpoint):
         return None
     places = [folder / "config.yaml" for folder in list(Path(checkpoint).resolve().parents)[:2]]
@@ -125,16 +125,16 @@ def config_of(checkpoint: str | Path) -> Path | None:
 
 
 def read_config(config: Path) -> Any:
-    """Return the plain values in a config.yaml, which are not trusted yet."""
+    """Read a config.yaml as plain values, which are not trusted yet."""
     try:
         return yaml.safe_load(config.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise cli_error(f"{config} is not plain YAML ({reason}): fix it.") from error
+        raise cli_error(f"{config} is not plain YAML ({reason}): fix the file.") from error
 
 
 def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
-    """Return the data settings of a checkpoint's run and their file, or None.
+    """Return the data settings of a checkpoint's run and the path of their file, or None.
 
     The settings are plain values, which are not trusted yet.
     """
@@ -146,14 +146,14 @@ def data_of_run(checkpoint: str | Path) -> tuple[Any, Path] | None:
     try:
         json.dumps(data)
     except (TypeError, ValueError, RecursionError) as error:
-        raise cli_error(f"`data` in {config} must hold plain values ({error}): fix it.") from error
+        raise cli_error(f"`data` in {config} must be plain values ({error}): fix it.") from error
     return (data, config) if isinstance(data, dict) and "class_path" in data else None
 
 
 def with_config(args: Sequence[str], values: Mapping[str, Any], checkpoint: str) -> list[str]:
     """Insert settings into a command line, right after the configs of a run.
 
-    Later configs and options take precedence over them.
+    Later configs and options take precedence over these settings.
     """
     given: dict[str, int] = {}  # index after each config
     for index, argument in enumerate(args):
@@ -183,11 +183,11 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 
 def selected_checkpoint(given: Any) -> str:
-    """Return the path of the selected checkpoint, downloaded if it is a URL."""
+    """Return the path of the selected checkpoint, downloading it if it is a URL."""
     chosen = [given.run, given.config, given.ckpt_path]
     if sum(value is not None for value in chosen) != 1:
         raise cli_error(
-            "Name one run: its folder, or --config for the newest run of a config, or --ckpt_path."
+            "Name one run: pass its folder, --config (for the newest run with it) or --ckpt_path."
         )
     if given.config is not None:
         return newest_run(given.config)
@@ -203,7 +203,7 @@ def checkpoint_in(run: str) -> str:
         return run
     found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise cli_error(f"There is no checkpoint in {run!r}: give the folder of a run.")
+        raise cli_error(f"No checkpoint found in {run!r}: pass a run folder.")
     return str(found[-1])
 
 
@@ -216,9 +216,7 @@ def expand_run(args: Sequence[str]) -> list[str]:
     checkpoint = checkpoint_in(run)
     config = config_of(checkpoint)
     if config is None:
-        raise cli_error(
-            f"There is no config.yaml near {checkpoint!r}: give --config and --ckpt_path."
-        )
+        raise cli_error(f"No config.yaml found near {checkpoint!r}: pass --config and --ckpt_path.")
     check_trusted(read_config(config), config, also=["lightning.pytorch"])
     return [command, f"--config={config}", f"--ckpt_path={checkpoint}", *options]
 
@@ -234,7 +232,7 @@ def _downloaded(url: str) -> str:
 
 
 def newest_run(configs: Sequence[str]) -> str:
-    """Return and print the newest checkpoint of configs given by name or path."""
+    """Return the newest checkpoint for configs given by name or path, and print its path."""
     trainer: dict[str, Any] = {}
     for config in configs:
         path = config_path(config)
@@ -295,38 +293,38 @@ def check_batch_sizes(batch_sizes: list[int]) -> list[int]:
     """Return the batch sizes after validating them."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise cli_error(
-            f"`batch_sizes` must be one or more sizes of at least 1, got {batch_sizes}."
+            f"`batch_sizes` must list one or more sizes of at least 1, got {batch_sizes}."
         )
     return batch_sizes
 
 
 def load_model(path: str) -> GatedModule:
-    """Return the LightningModule of a checkpoint; the file is opened only once."""
+    """Load the LightningModule in a checkpoint, opening the file only once."""
     with opened(path) as file:
         saved = read_checkpoint(file, name=path).get("hyper_parameters", {})
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str):
-            raise cli_error(f"{path!r} is not a checkpoint of dg-lightning: give another one.")
+            raise cli_error(f"{path!r} is not a dg-lightning checkpoint: pass another one.")
         return import_class(class_path, GatedModule).load_from_checkpoint(file, "cpu")
 
 
 def load_net(path: str) -> GatedMLP:
-    """Return the net of a checkpoint, in evaluation mode, without gradients."""
+    """Load the net in a checkpoint, in evaluation mode and without gradients."""
     model = load_model(path)
     net = model.net
     if not isinstance(net, GatedMLP):
         raise cli_error(
-            f"Only a GatedMLP is supported so far, but {path!r} holds a {type(net).__name__}."
+            f"Only a GatedMLP is supported so far, but {path!r} contains a {type(net).__name__}."
         )
     net.eval().requires_grad_(False)
-    if isinstance(model, GatedRegressor):  # rescale the outputs to the units of the target
+    if isinstance(model, GatedRegressor):  # rescale outputs to the target's units
         net.output.weight.mul_(model.target_std)
         net.output.bias.mul_(model.target_std).add_(model.target_mean)
     return net
 
 
 def input_shape(path: str) -> list[int]:
-    """Return the shape of a single input of a checkpoint's net."""
+    """Return the shape of a single input to a checkpoint's net."""
     saved = read_checkpoint(path)["hyper_parameters"].get("input_shape")
     if saved is None:
         return [load_net(path).in_features]
@@ -345,7 +343,7 @@ def load_data(
         if needed_by is not None:
             raise cli_error(
                 f"`{needed_by}` needs the run's data, but no config.yaml near {path!r} describes "
-                "it: give a checkpoint inside its run folder."
+                "it: pass a checkpoint inside its run folder."
             )
         return None
     spec, config = found
@@ -364,7 +362,7 @@ def load_data(
         reason = one_line(str(error))
         if needed_by is not None:
             raise cli_error(
-                f"The run's data cannot be read ({reason}): give its location with --data_root."
+                f"The run's data cannot be read ({reason}): pass its location with --data_root."
             ) from error
         print(f"The run's data cannot be read ({reason}).")
         return None
@@ -372,7 +370,7 @@ def load_data(
 
 
 def _move(arguments: dict[str, Any], root: str) -> None:
-    """Point data arguments to `root`: the data itself, or a folder that holds it."""
+    """Point the data arguments to `root`, which is the data or a folder that contains it."""
     if not Path(root).is_file():
         arguments["root"] = root
     for key in ("path", "folder"):
@@ -390,7 +388,7 @@ def has_part(data: pl.LightningDataModule, part: str) -> bool:
 
 
 def load_inputs(path: str, count: int, root: str | None = None) -> Tensor:
-    """Return validation inputs of a checkpoint's run, or random ones if there are none."""
+    """Return validation inputs from a checkpoint's run, or random inputs if it has no data."""
     data = load_data(path, root)
     if data is None:
         print("Using random inputs.")

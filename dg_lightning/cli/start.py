@@ -1,4 +1,4 @@
-"""Entry point: answers requests that need no torch, and delegates the others."""
+"""Entry point: handles requests that do not need torch, and delegates the rest."""
 
 import os
 import sys
@@ -14,15 +14,15 @@ COMMANDS = {
     "fit": "Train a model.",
     "validate": "Evaluate a checkpoint on the validation split.",
     "test": "Evaluate a checkpoint on the test split.",
-    "predict": "Write the predictions of a checkpoint to predictions.csv.",
-    "plan": "Plot the schedules of a config without training.",
-    "check": "Run a few steps of a config and report problems; nothing is saved.",
-    "study": "Train and test variants x seeds of a dataset, and compare them in one table.",
+    "predict": "Write a checkpoint's predictions to predictions.csv.",
+    "plan": "Plot a config's schedules without training.",
+    "check": "Run a few training steps and report problems, without saving anything.",
+    "study": "Train and test variants over several seeds, and compare them in one table.",
     "search": "Search for accurate and cheap settings, using validation data only.",
-    "report": "Write the HTML report of a run or of a study.",
-    "features": "Write the columns or genes that a trained net uses, and their importance.",
+    "report": "Write an HTML report on a run or a study.",
+    "features": "List the columns or genes that a trained net uses, with their importance.",
     "export": "Write a trained net as a small file that runs without dg-lightning.",
-    "convert": "Add gates to a trained dense Transformer that choose what to run for each token.",
+    "convert": "Add per-token gates to a trained dense Transformer.",
     "configs": "List the shipped configs.",
 }
 _OF_A_RUN = ("validate", "test", "predict", "report", "features", "export", "convert")
@@ -30,17 +30,17 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the program with the given arguments, or with those of the command line."""
+    """Run the program with the given arguments, by default those from the command line."""
     given = list(sys.argv[1:] if args is None else args)
     try:
         if _answer_without_torch(given):
             return
-        # Not at the top: imports torch, which takes seconds.
+        # Imported here because it imports torch, which takes seconds.
         from dg_lightning.cli.commands import run
 
         run(given)
     except SystemExit as stop:
-        # Lightning exits with another status when training is interrupted.
+        # Lightning exits with a different status when training is interrupted.
         if isinstance(stop.__context__, KeyboardInterrupt):
             hint = "; `fit --ckpt_path last` resumes from here" if given[0] == "fit" else ""
             sys.stderr.write(f"dg-lightning: interrupted{hint}.\n")
@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _answer_without_torch(given: list[str]) -> bool:
-    """Answer requests that need no torch; return True if nothing is left to do."""
+    """Handle requests that do not need torch. Return True if nothing is left to do."""
     words = [word for word in given if word != "--quiet"]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -69,7 +69,7 @@ def _answer_without_torch(given: list[str]) -> bool:
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
-        raise cli_error(f"There is no command {command!r}; {hint}")
+        raise cli_error(f"Unknown command {command!r}; {hint}")
     if "-h" in rest or "--help" in rest:
         return False
     if command == "configs":
@@ -111,16 +111,16 @@ def _list_configs(rest: list[str]) -> None:
 
 
 def _check_files(command: str, rest: list[str]) -> None:
-    """Check that given files exist, before torch is imported."""
+    """Check that files named on the command line exist, before torch is imported."""
     for name in option_values(rest, "--config", "-c"):
         config_path(name)
     for path in option_values(rest, "--ckpt_path"):
         if path not in ("last", "null") and "://" not in path and not Path(path).exists():
-            raise cli_error(f"There is no checkpoint {path!r}: give its path with --ckpt_path.")
+            raise cli_error(f"No checkpoint found at {path!r}: pass its path with --ckpt_path.")
     for path in option_values(rest, "--data.path", "--data.init_args.path"):
         roots = [Path(), Path(os.environ.get("DG_DATA") or "data")]
         if path != "null" and not any((root / path).exists() for root in roots):
-            raise cli_error(f"There is no file or folder {path!r}: give the path with --data.path.")
+            raise cli_error(f"No file or folder at {path!r}: pass its path with --data.path.")
     runs = [word for word in rest[:1] if not word.startswith("-")]
     if command in _OF_A_RUN and runs and not Path(runs[0]).exists():
-        raise cli_error(f"There is no run {runs[0]!r}: give its folder, or a checkpoint.")
+        raise cli_error(f"No run found at {runs[0]!r}: pass a run folder or a checkpoint.")

@@ -34,21 +34,21 @@ class GateState:
         p: Mean probability.
         g: Fraction of units that would be open in deployment.
         floor: Minimum fraction of open units.
-        threshold: θ.
-        temperature: τ.
+        threshold: The threshold θ.
+        temperature: The temperature τ.
         initial_p: Initial p of the gate.
         unit_spread: Standard deviation of p across units.
         sample_spread: Standard deviation of p across samples, averaged over units.
         dead: Fraction of units that no sample opened within the window.
         always_on: Fraction of units that every sample opened within the window.
-        flips: Fraction of units that changed between two consecutive optimizer steps.
+        flips: Fraction of units that opened or closed between two consecutive optimizer steps.
         input_dependent: Whether the gate reads its input.
         begun: Whether a penalty may have begun to close gates.
         penalty_share: Fraction of training during which a penalty has acted on the gate.
         fixed: Whether the number of open units is fixed, as with top-k.
         controlled: Whether a BudgetController sets the open rate.
         keep: The keep target, or None.
-        factor: Phase factor of the penalty.
+        factor: The penalty's phase factor.
     """
 
     step: int
@@ -77,7 +77,7 @@ class GateState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GateState":
-        """Create a state from `as_dict` values. Names of version 0.2 are accepted."""
+        """Create a state from `as_dict` values. Names from version 0.2 are accepted."""
         renamed = {"pressed": "penalty_share"}
         return cls(**{renamed.get(name, name): value for name, value in values.items()})
 
@@ -90,17 +90,17 @@ class Limits:
     """Limits within which gates count as healthy.
 
     Args:
-        closed: A gate with g at or below this (or the floor) is closed.
-        low_p: A closed gate with p below this fraction of its initial p was closed by the penalty,
-            otherwise by the threshold.
-        open: A gate with g at or above this is all open.
+        closed: A gate counts as closed if its g is at or below this value or the floor.
+        low_p: If the p of a closed gate is below this fraction of its initial value, the penalty
+            closed the gate. Otherwise the threshold did.
+        open: A gate counts as all open if its g is at or above this value.
         shock: Fraction of g lost between two checks in a phase shock.
-        spread: Standard deviation of p below which its values count as identical across units.
-            Across samples, the limit is ten times as high.
-        moved: Minimum change of p from its initial value before identical values are reported.
+        spread: Standard deviation of p below which all units count as identical. Across samples,
+            the limit is ten times as high.
+        moved: Minimum change in p from its initial value before identical values are reported.
         units: Maximum fraction of dead or always-on units.
-        flips: Maximum fraction of static gates that change per step. The limit of a GateNet is
-            three times as high, because every batch has new samples.
+        flips: Maximum fraction of static gates that change per step. The limit for a GateNet is
+            three times as high, because every batch contains new samples.
         min_penalty_share: Minimum fraction of training with a penalty before failures to learn
             are reported.
         patience: Number of consecutive checks that must agree.
@@ -159,9 +159,9 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
     if identical and is_reportable and abs(now.p - now.initial_p) > limits.moved:
         return Verdict(
             "identical_gates",
-            f"all units have p = {now.p:.3f}, initially {now.initial_p:.3f}",
-            "the loss does not reach the gates, only the penalty does (a detached straight-through "
-            "estimator, or gates after the last trained layer)",
+            f"all units have p = {now.p:.3f} (initially {now.initial_p:.3f})",
+            "only the penalty reaches the gates, not the loss (because of a detached "
+            "straight-through estimator, or gates after the last trained layer)",
             "multiply the units by the gate without detaching it",
         )
     max_flips = 3 * limits.flips if now.input_dependent else limits.flips
@@ -179,7 +179,7 @@ def diagnose(history: Sequence[GateState], limits: Limits) -> Verdict | None:
 
 
 def _is_closed(state: GateState, limits: Limits) -> bool:
-    # A high floor is deliberate: a gate at its floor has collapsed only if p has vanished.
+    # A high floor is deliberate, so a gate at such a floor has collapsed only if p has vanished.
     rests = state.floor <= 0.1 or state.p < _VANISHED * state.initial_p
     floor = state.floor if rests else 0.0
     return state.g <= max(limits.closed, floor) + 1e-6 and not state.fixed
@@ -191,16 +191,16 @@ def _diagnose_closed(now: GateState, limits: Limits) -> Verdict:
         return Verdict(
             "closed_by_threshold",
             evidence,
-            "θ is too high for these p, or rose too fast",
+            "θ is too high for these values of p, or rose too fast",
             "lower θ, raise it later, or move the mean p away from it",
         )
     cold = now.temperature < 0.5
     return Verdict(
         "closed_by_penalty",
-        f"p fell from {now.initial_p:.3f} to {now.p:.3f}, {now.g:.1%} of the gates are open",
+        f"p fell from {now.initial_p:.3f} to {now.p:.3f}, and {now.g:.1%} of the gates are open",
         f"τ = {now.temperature:.3g} is so low that the sigmoid saturates"
         if cold
-        else "the penalty's weight is too large, or its ramp too fast",
+        else "the penalty's weight is too large, or its ramp is too fast",
         "raise τ and cool more slowly" if cold else "lower the weight, or ramp it up more slowly",
     )
 
@@ -226,18 +226,20 @@ def _detect_phase_shock(history: Sequence[GateState], limits: Limits) -> Verdict
     return Verdict(
         "phase_shock",
         f"open gates fell from {last_open.g:.1%} to {after.g:.1%} between step {last_open.step} "
-        f"and {after.step}, as the phases moved {' and '.join(jumps)}",
+        f"and {after.step}, as the phase change moved {' and '.join(jumps)}",
         "settings jump between phases",
-        "join phases smoothly (`join`), and use a keep of about 0.30 before the last one",
+        "join phases smoothly with `join`, and use a keep target of about 0.30 before the last "
+        "phase",
     )
 
 
 def _all_open(now: GateState) -> Verdict:
     return Verdict(
         "all_open",
-        f"{now.g:.1%} of the gates are open, penalised for {now.penalty_share:.0%} of training",
+        f"{now.g:.1%} of the gates are open after a penalty during {now.penalty_share:.0%} of "
+        "training",
         "the penalty's weight or the gates' learning rate is too small",
-        "raise the weight (BudgetController finds one), or the gates' learning rate",
+        "raise the weight (BudgetController finds a suitable one), or the gates' learning rate",
     )
 
 
@@ -246,23 +248,24 @@ def _diagnose_gate_net(recent: Sequence[GateState], limits: Limits) -> Verdict |
     if all(state.sample_spread < 10 * limits.spread for state in recent):
         return Verdict(
             "input_independent",
-            f"p differs by {now.sample_spread:.1e} between samples at {now.g:.1%} open gates",
-            "the GateNet ignores its input: dead, disconnected, or penalised too early",
+            f"p differs by {now.sample_spread:.1e} between samples, and {now.g:.1%} of the "
+            "gates are open",
+            "the GateNet ignores its input because it is dead, disconnected or penalised too early",
             "begin the penalty later, raise the gates' learning rate, or use a static gate, which "
             "costs nothing",
         )
     if all(state.dead > limits.units for state in recent):
         return Verdict(
             "dead_units",
-            f"no sample opened {now.dead:.0%} of the units",
+            f"{now.dead:.0%} of the units were not opened by any sample",
             "the GateNet has closed them, and their gradients do not reopen them",
             "revive them (MinimumActivity), lower the weight, or make the layer narrower",
         )
     if all(state.always_on > limits.units for state in recent) and not now.controlled:
         return Verdict(
             "always_on_units",
-            f"every sample opened {now.always_on:.0%} of the units",
-            "the penalty is too weak for the GateNet to earn its own cost",
+            f"{now.always_on:.0%} of the units were opened by every sample",
+            "the penalty is too weak for the GateNet to recoup its own cost",
             "raise the weight, or use a static gate",
         )
     return None
@@ -277,12 +280,12 @@ _RECOVERED = 0.25  # open rate above which a rescue is relaxed
 
 @dataclass
 class Rescue:
-    """The rescue of one gate.
+    """The settings that rescue one gate from collapse.
 
-    It is relaxed after every ten healthy checks, until the gate relapses.
+    A rescue is relaxed after every ten healthy checks, until the gate relapses.
 
     Args:
-        weight_factor: Multiplier of the weight of penalties on the gate.
+        weight_factor: Multiplier for the weight of penalties on the gate.
         threshold_offset: Offset added to θ.
         temperature_offset: Offset added to τ.
         healthy: Number of healthy checks since the last change.
@@ -314,7 +317,7 @@ class Rescue:
         verdict: Verdict | None,
         dead: Tensor,
     ) -> str | None:
-        """Apply the remedy for a verdict, or relax the rescue. Return a description, if any."""
+        """Apply the remedy for a verdict, or relax the rescue. Return what was done, or None."""
         sinking = verdict is None and self.weight_factor < 1 and now.g < _SINKING
         if verdict is None and not sinking:
             return self.relax(trainer, gate, now)
@@ -376,7 +379,7 @@ class Rescue:
         return "healthy again, rescue relaxed"
 
     def restore(self, trainer: Any, gate: GateLike) -> None:
-        """Write the rescue to the shared state, after loading a checkpoint."""
+        """Write the rescue to the gate's shared state, for example after loading a checkpoint."""
         shared = shared_state(trainer, gate)
         shared.rescue_factor = self.weight_factor
         shared.threshold_offset = self.threshold_offset
@@ -384,7 +387,7 @@ class Rescue:
 
     def _apply_settings(self, trainer: Any, gate: GateLike, now: GateState) -> None:
         shared = shared_state(trainer, gate)
-        # Without a schedule, the base values are those of the gate.
+        # Without a schedule, the gate's own values are the base values.
         if shared.threshold is None:
             shared.threshold = now.threshold - shared.threshold_offset
         if shared.temperature is None:

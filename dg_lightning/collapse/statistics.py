@@ -1,4 +1,4 @@
-"""Gate statistics over a training run, computed on the device and read once per check."""
+"""Gate statistics over a training run. Each check reads them from the device once."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +12,7 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate
 
 
 class GateFigures(NamedTuple):
-    """Statistics of one gate at one check, see `GateState`."""
+    """Statistics of one gate at one check. `GateState` describes the fields."""
 
     p: float
     g: float
@@ -36,9 +36,9 @@ def open_shares(gates: Sequence[GateLike]) -> Tensor:
 def unit_rates(gates: Sequence[GateLike]) -> Tensor:
     """Return the rates of all gates in the last forward pass as one vector.
 
-    It holds the share of samples that open each block, the mean p of each block, and for each gate
-    the spread of p across samples, the threshold and the temperature. A single vector can be
-    averaged over ranks in one operation.
+    The vector contains the share of samples that open each block, the mean p of each block and, for
+    each gate, the spread of p across samples, the threshold and the temperature. A single vector
+    can be averaged over ranks in one operation.
     """
     opened, means, settings = open_shares(gates), [], []
     for gate in gates:
@@ -66,21 +66,21 @@ class GateStatistics:
         self.sizes = [gate.units // gate.block_size for gate in gates]
         self.window = window
         self.checks = 0
-        self.previous: Tensor | None = None  # ``(blocks of all gates,)``, one step before a check
-        # Largest and smallest open share in the previous and the current window.
+        self.previous: Tensor | None = None  # open shares one step before a check
+        # The largest and smallest open shares in the previous and the current window.
         self.extremes: list[Any] = []
         self.dead = np.zeros(sum(self.sizes), bool)
         self._device = torch.device("cpu")
 
     def record_previous(self, rates: Tensor) -> None:
-        """Record the `open_shares` of the step before a check, to count flips."""
+        """Record the `open_shares` from the step before a check, so that flips can be counted."""
         self.previous = rates
 
     @torch.no_grad()
     def check(self, rates: Tensor) -> list[GateFigures]:
         """Add a vector of `unit_rates` and return the statistics of every gate.
 
-        numpy is much faster than torch for many operations on few numbers.
+        This uses numpy, which is much faster than torch for many operations on few numbers.
         """
         blocks, self._device = sum(self.sizes), rates.device
         opened, p, settings = np.split(rates.cpu().numpy(), [blocks, 2 * blocks])

@@ -21,8 +21,8 @@ _POSITIONS = "dg_positions"  # name of an attribute set on modules
 def is_linear_map(module: nn.Module) -> bool:
     """Return True for a module that multiplies by its weight and does nothing else.
 
-    This excludes subclasses that override `forward`, subclasses of torch's convolutions, and grouped
-    convolutions, whose outputs depend on only some of the inputs.
+    This excludes subclasses that override `forward`, subclasses of torch's convolutions, and
+    grouped convolutions, whose outputs depend on only some of the inputs.
 
     >>> is_linear_map(nn.Conv2d(3, 8, 3)), is_linear_map(nn.Conv2d(8, 8, 3, groups=8))
     (True, False)
@@ -298,8 +298,8 @@ def _open_blocks(gate: GateLike) -> Tensor:
     """Return which blocks were open in the last forward pass, as bool ``(..., blocks)``."""
     if gate.gate is None:
         raise RuntimeError(
-            f"A gate with {gate.units} units has not run, so its MACs are unknown: run the whole net "
-            "first."
+            f"A gate with {gate.units} units has not run, so its MACs are unknown: run the "
+            "whole net first."
         )
     return gate.gate.detach() != 0
 

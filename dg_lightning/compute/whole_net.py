@@ -21,12 +21,12 @@ class WholeNet:
     """What a network computes in addition to one run of each linear layer.
 
     Args:
-        runs: How often each linear layer runs per sample, keyed by layer name. In a sequence, a layer
-            runs once for each position.
+        runs: How often each linear layer runs per sample, keyed by layer name. In a sequence, a
+            layer runs once for each position.
         other: MACs per sample for everything else, such as convolutions.
         uncounted: Modules with weights that ran but that torch's counter does not support.
-        between: MACs per sample for the products between a gate's producers and its consumer, keyed
-            by gate name. In attention, for example, a closed head saves its share of these MACs.
+        between: MACs per sample for the products between a gate's producers and its consumer,
+            keyed by gate name. In attention, a closed head saves its share of these MACs.
     """
 
     runs: dict[str, float] = field(default_factory=dict)
@@ -78,9 +78,8 @@ class FlopRecorder:
         self._flops = dict.fromkeys(self._tracked, 0)
         self._between = dict.fromkeys(self._gates, 0)
         self._ran: set[str] = set()
-        self._made: dict[
-            str, list[int]
-        ] = {}  # gate name -> [other FLOPs when its producers last ran]
+        # gate name -> [FLOPs of other modules when the gate's producers last ran]
+        self._made: dict[str, list[int]] = {}
         children = [child for child in module.children() if not isinstance(child, Metric)]
         roots = [module, *children]
         self._roots = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]

@@ -1,4 +1,4 @@
-"""Find dormant or useless units and give them a fresh start."""
+"""Find dormant or low-utility units and reinitialise them."""
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -29,7 +29,7 @@ class WatchedUnits:
 
     Args:
         consumer: The layer that reads the units.
-        producers: For each layer that computes the units, the unit index of each of its outputs.
+        producers: The layers that compute the units, with the unit index of each output.
         decay: Decay of the running means.
         gate: The gate of the units, if any.
     """
@@ -47,12 +47,12 @@ class WatchedUnits:
         weight = as_matrix(self.consumer, self.consumer.weight)
         self.size = weight.shape[1]
         # Running means of |h| and h without bias correction, and the number of passes.
-        # In half precision means would stop changing, and ages would stop at 2,048.
+        # In half precision, means would stop changing and ages would stop at 2,048.
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.activity, self.mean, self.age = weight.new_zeros(3, self.size, dtype=wide).unbind()
 
     def watch(self) -> Any:
-        """Start recording training passes. Return the hook handle that stops it."""
+        """Start recording training passes. Remove the returned handle to stop."""
         return self.consumer.register_forward_pre_hook(self._look, with_kwargs=True)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class WatchedUnits:
         self.age += 1
 
     def means(self) -> Tensor:
-        """Return the raw running means of |h| and h, and ages, as float64."""
+        """Return the raw running means of |h| and h, and the ages, as float64."""
         return torch.stack([self.activity, self.mean, self.age]).double()
 
     def set_means(self, means: Tensor) -> None:
@@ -79,18 +79,18 @@ class WatchedUnits:
         self.activity, self.mean, self.age = means.to(self.activity.dtype).unbind()
 
     def figures(self) -> Tensor:
-        """Return bias-corrected means of |h| and h, and ages of all units."""
+        """Return the bias-corrected means of |h| and h, and the ages, for all units."""
         started = (1 - self.decay**self.age).clamp_min(1e-12)
         return torch.stack([self.activity / started, self.mean / started, self.age])
 
     @torch.no_grad()
     def utility(self, figures: Tensor) -> Tensor:
-        """Return the mean |h| of units times the magnitude of their outgoing weights."""
+        """Return each unit's mean |h| times the magnitude of its outgoing weights."""
         weight = as_matrix(self.consumer, self.consumer.weight)
         return figures[0] * weight.to(figures.dtype).abs().sum((0, 2))
 
     def is_dormant(self, figures: Tensor, threshold: float) -> Tensor:
-        """Return which units are at most `threshold` times as active as their layer's mean.
+        """Return which units have at most `threshold` times the mean activity in their layer.
 
         >>> units = WatchedUnits(nn.Linear(3, 1), {})
         >>> units.is_dormant(torch.tensor([[0.0, 1.0, 2.0]]), 0.1).tolist()
@@ -112,14 +112,14 @@ class WatchedUnits:
 
     @torch.no_grad()
     def revive(self, units: Tensor, figures: Tensor, optimizers: Iterable[Optimizer]) -> None:
-        """Reinitialise the incoming weights of units and zero the outgoing ones.
+        """Reinitialise the incoming weights of units and zero their outgoing weights.
 
-        The mean contribution of the units is added to the consumer's bias. The optimizer state of
+        The units' mean contribution is added to the consumer's bias. The optimizer state of the
         changed weights is reset.
 
         Args:
             units: A bool mask of the units to revive.
-            figures: The `figures` of all units.
+            figures: The result of `figures`.
             optimizers: The optimizers that hold the weights.
         """
         changed: dict[nn.Parameter, Tensor] = {}
@@ -164,15 +164,15 @@ class WatchedUnits:
 
 
 def find_watched(model: nn.Module, example: Any, decay: float) -> dict[str, WatchedUnits]:
-    """Find the independent units of a model, by the names of the layers that read them.
+    """Find the independent units in a model, keyed by the name of the layer that reads them.
 
     Args:
         model: The model.
-        example: Example inputs of the model.
+        example: Example inputs for the model.
         decay: Decay of the running means.
 
     Raises:
-        ValueError: If there are no such units.
+        ValueError: If the model has no such units.
     """
     found = find_units(model, example)
     names = {child: name for name, child in model.named_modules()}

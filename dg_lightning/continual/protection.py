@@ -1,4 +1,4 @@
-"""Protect finished tasks: freeze the weights they use, and keep gates for each task."""
+"""Protect finished tasks by freezing the weights they use and keeping gates for each task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,11 +15,12 @@ from dg_lightning.rewiring.sparse_layer import reset_state
 
 
 class Protection:
-    """The weights that finished tasks use, and their values.
+    """The weights that finished tasks use, with their saved values.
 
     A task uses a connection if it opens the units at both ends, and a bias if it opens the unit. It
-    uses all parameters without gates: norms, embeddings and the layers between them. The outputs of
-    a finished task therefore never change, to the last bit, and all other weights are free.
+    also uses all parameters without gates, such as norms, embeddings and ungated layers. These
+    weights are frozen, so the outputs of finished tasks stay bit-for-bit identical. All other
+    weights remain free.
 
     Args:
         module: The model.
@@ -45,7 +46,7 @@ class Protection:
         self._shared = {p for child in others for p in child.parameters(recurse=False)}
         self._owners: list[Any] = [child for child in module.modules() if hasattr(child, "weight")]
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._held: dict[nn.Parameter, Tensor] = {}  # where `_kept` is valid
+        self._held: dict[nn.Parameter, Tensor] = {}  # mask of the valid values in `_kept`
         self._hooks: dict[Optimizer, Any] = {}
 
     @torch.no_grad()
@@ -55,8 +56,9 @@ class Protection:
         """Protect the weights that a task uses.
 
         Args:
-            opened: Returns a bool mask of the open blocks of a gate, or None if any may be open.
-            classes: The classes of the task among the outputs of the head, or None for all.
+            opened: Function that returns a bool mask of a gate's open blocks, or None if any block
+                may be open.
+            classes: The task's classes among the outputs of the head, or None for all outputs.
         """
         partly = set()
         for linear_map in (found for found in self.maps if found.linear.weight in self.used):
@@ -129,7 +131,7 @@ class Protection:
             parameter.copy_(kept)
 
     def reset_state(self, optimizer: Optimizer) -> None:
-        """Reset the optimizer state of protected weights, such as momentum."""
+        """Reset optimizer state, such as momentum, for protected weights."""
         for parameter in self._held_by(optimizer):
             reset_state(optimizer, parameter, keep=~self.used[parameter])
 
@@ -152,11 +154,11 @@ _SURE = 20.0  # |logit / τ| that opens or closes a gate at any threshold
 
 
 class GatesByTask:
-    """Static gates of the current task, which can switch to those of a finished task.
+    """Static gates that can switch between the current task and finished tasks.
 
     Args:
         module: The model. All of its gates must be static.
-        finished: For each finished task, the open blocks of each gate, by name.
+        finished: For each finished task, a dict from gate names to open blocks.
 
     Raises:
         ValueError: If a gate is not static, or scales units by p.
@@ -178,16 +180,17 @@ class GatesByTask:
                 )
             self.gates[name] = gate
         self.finished = [] if finished is None else finished
-        self._own: dict[str, Tensor] = {}  # logits of the current task while another one is in use
+        # Logits of the current task while the gates of a finished task are in use.
+        self._own: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Save the blocks that the gates open in deployment, when a task ends."""
+        """Save which blocks the gates open in deployment when a task ends."""
         self.finished.append({name: _permanently_open(gate) for name, gate in self.gates.items()})
 
     @torch.no_grad()
     def start(self, optimizers: list[Optimizer]) -> None:
-        """Reset the gates and their optimizer state, when a task begins."""
+        """Reset the gates and their optimizer state when a task begins."""
         for gate in self.gates.values():
             gate.logit.copy_(gate.initial_logit().expand_as(gate.logit))
             for optimizer in optimizers:
@@ -196,7 +199,7 @@ class GatesByTask:
 
     @torch.no_grad()
     def use(self, task: int) -> None:
-        """Switch to the gates of a finished task, or back to those of the current task."""
+        """Switch to the gates of a finished task, or back to the gates of the current task."""
         if task < len(self.finished):
             if not self._own:
                 self._own = {name: gate.logit.clone() for name, gate in self.gates.items()}
@@ -209,11 +212,11 @@ class GatesByTask:
             self._own = {}
 
     def opened(self, task: int) -> Mapping[Any, Tensor]:
-        """Return the open blocks of each gate for a finished task."""
+        """Return each gate's open blocks for a finished task."""
         return {gate: self.finished[task][name] for name, gate in self.gates.items()}
 
     def free(self, name: str) -> Tensor:
-        """Return the blocks of a gate that no finished task uses."""
+        """Return a bool mask of the blocks in a gate that no finished task uses."""
         free = torch.ones(self.gates[name].blocks, dtype=torch.bool)
         for opened in self.finished:
             free &= ~opened[name].cpu()
@@ -227,7 +230,7 @@ class GatesByTask:
 
     @torch.no_grad()
     def press(self, weight: float, optimizer: Optimizer) -> None:
-        """Add the gradient of a penalty on the mean p of free blocks to an optimizer's logits."""
+        """Add the gradient of a penalty on the mean p of free blocks to the logits' gradients."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         free = {name: self.free(name) for name in self.gates}
         count = sum(int(blocks.sum()) for blocks in free.values())

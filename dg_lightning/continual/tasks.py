@@ -1,4 +1,4 @@
-"""Tasks in sequence: the interface of task data, and measures of learning and forgetting."""
+"""The interface for sequential tasks, and measures of learning and forgetting."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _CLOSED = -1e4  # masks a class in a softmax, finite in half precision
 
 
 class TaskData(Protocol):
-    """Interface of a DataModule with tasks in sequence, such as `TaskSequence`."""
+    """Interface of a DataModule with sequential tasks, such as `TaskSequence`."""
 
     tasks: int
-    joint: bool  # whether all tasks are trained jointly, as an upper bound
+    joint: bool  # whether all tasks are trained jointly, which gives an upper bound
 
     @property
     def num_classes(self) -> int:
-        """Number of outputs of the model."""
+        """Number of model outputs."""
 
     @property
     def tells_task(self) -> bool:
@@ -30,10 +30,10 @@ class TaskData(Protocol):
 
     @property
     def current_task(self) -> int:
-        """Index of the task in training."""
+        """Index of the task being trained."""
 
     def task_of(self, part: str, batch: int) -> int:
-        """Return the task of a `val` or `test` batch. A batch holds samples of a single task."""
+        """Return the task that a `val` or `test` batch belongs to. Batches never mix tasks."""
 
     def classes_of(self, task: int) -> Sequence[int] | None:
         """Return the classes of a task, or None if all tasks have the same classes."""
@@ -47,7 +47,7 @@ def _has_tasks(data: object) -> TypeIs[TaskData]:
 
 
 def task_data(trainer: Any, callback: object) -> TaskData:
-    """Return the task DataModule of a Trainer.
+    """Return a Trainer's DataModule, which must have tasks.
 
     Raises:
         ValueError: If the Trainer's DataModule has no tasks.
@@ -55,7 +55,7 @@ def task_data(trainer: Any, callback: object) -> TaskData:
     data: object = getattr(trainer, "datamodule", None)
     if not _has_tasks(data):
         raise ValueError(
-            f"{type(callback).__name__} needs a DataModule of tasks, got {type(data).__name__}: "
+            f"{type(callback).__name__} needs a DataModule with tasks, got {type(data).__name__}: "
             "wrap it in dg_lightning.datamodules.TaskSequence."
         )
     return data
@@ -64,10 +64,10 @@ def task_data(trainer: Any, callback: object) -> TaskData:
 def find_head(module: nn.Module, data: TaskData, name: str | None = None) -> nn.Module | None:
     """Return the layer that computes the logits, or None if all tasks have the same classes.
 
-    By default it is the last linear layer with as many outputs as there are classes.
+    By default, this is the last linear layer with as many outputs as there are classes.
 
     Raises:
-        ValueError: If there is no such layer, or not with this name.
+        ValueError: If no such layer exists, or none with the given name.
     """
     if data.classes_of(0) is None:
         return None
@@ -85,7 +85,7 @@ def find_head(module: nn.Module, data: TaskData, name: str | None = None) -> nn.
 
 
 def mask_classes(logits: Tensor, classes: Sequence[int] | None) -> Tensor:
-    """Mask the logits of all other classes. Without classes, this is a no-op.
+    """Mask the logits of all classes except the given ones, if any are given.
 
     >>> mask_classes(torch.zeros(1, 3), [0, 2]).softmax(-1).tolist()
     [[0.5, 0.0, 0.5]]
@@ -98,12 +98,12 @@ def mask_classes(logits: Tensor, classes: Sequence[int] | None) -> Tensor:
 
 
 class Heads:
-    """Restricts a model to some of its classes, with a hook on the layer that computes logits.
+    """Restricts a model to some of its classes through a hook on the layer for the logits.
 
     Args:
         module: The model.
         data: The tasks.
-        name: Name of the layer, or None for the last one that fits.
+        name: Name of the layer, or None for the last layer that fits.
     """
 
     def __init__(self, module: nn.Module, data: TaskData, name: str | None = None) -> None:
@@ -133,10 +133,10 @@ def least_uncertain(logits: Sequence[Tensor]) -> Tensor:
 
 
 def logits_of(outputs: Any, callback: object) -> Tensor:
-    """Return the class logits among the outputs of a step.
+    """Return the class logits from a step's outputs.
 
     Raises:
-        TypeError: If there are none.
+        TypeError: If the outputs contain no logits.
     """
     logits = outputs.get("logits") if isinstance(outputs, dict) else outputs
     if not isinstance(logits, Tensor):
@@ -148,7 +148,7 @@ def logits_of(outputs: Any, callback: object) -> Tensor:
 
 
 def task_progress(trainer: Any, data: TaskData, batch_idx: int) -> float:
-    """Return the progress of the current task, from 0 to 1. All tasks take equally many epochs."""
+    """Return the current task's progress from 0 to 1. All tasks take the same number of epochs."""
     epochs: float = trainer.max_epochs / data.tasks
     done: float = trainer.current_epoch + batch_idx / trainer.num_training_batches
     return min(max(done / epochs - data.current_task, 0.0), 1.0)
@@ -180,7 +180,7 @@ class AccuracyMatrix(Metric):
 
     @override
     def update(self, learned: int, task: int, logits: Tensor, target: Tensor) -> None:
-        """Count correct samples of `task`, for a model that has learned tasks up to `learned`."""
+        """Count the correct samples for `task` after learning all tasks up to `learned`."""
         self.correct[learned, task] += (logits.argmax(-1) == target).sum()
         self.counted[learned, task] += target.numel()
 
@@ -214,7 +214,7 @@ def forgetting(matrix: Tensor, learned: int) -> float:
 
 
 def backward_transfer(matrix: Tensor, learned: int) -> float:
-    """Return the mean accuracy that earlier tasks have gained, the opposite of `forgetting`."""
+    """Return the mean accuracy that earlier tasks have gained (the negative of `forgetting`)."""
     return 0.0 - forgetting(matrix, learned)
 
 
@@ -232,10 +232,10 @@ def forward_transfer(matrix: Tensor, learned: int, chance: Tensor) -> float:
 
 
 def overlap(rates: Tensor) -> float:
-    """Return the mean share of units that two tasks have in common, over all pairs.
+    """Return the share of units that two tasks have in common, averaged over all pairs.
 
     Args:
-        rates: Open rate of each unit for each task, ``(tasks, units)``.
+        rates: The open rate of each unit for each task, with the shape ``(tasks, units)``.
 
     >>> overlap(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])) == 1 / 3
     True
@@ -251,9 +251,10 @@ def overlap(rates: Tensor) -> float:
 def plasticity(matrix: Tensor, learned: int, tasks: int = 10) -> float:
     """Return how much better the last tasks are learned than the first ones.
 
-    This is the mean accuracy right after learning of the last `tasks` tasks minus that of the first
-    `tasks`. It is NaN if fewer than twice as many have been learned. A negative value means that
-    the net has lost its ability to learn.
+    The accuracy on each task is measured right after learning it. The result is the mean over the
+    last `tasks` tasks minus the mean over the first `tasks` tasks. It is NaN if fewer than
+    ``2 * tasks`` tasks have been learned. A negative value means that the network learns new tasks
+    less well than it did at first.
 
     >>> matrix = torch.diag(torch.tensor([0.9, 0.9, 0.8, 0.7]))
     >>> round(plasticity(matrix, 3, tasks=2), 6)

@@ -1,4 +1,4 @@
-"""Monitoring of gates: figures, CSV tables, and logging of both."""
+"""Gate monitoring: figures and CSV tables, and logging of both."""
 
 from dg_lightning.monitoring.figures import gate_figure, has_matplotlib, render_rgb
 from dg_lightning.monitoring.views import (

@@ -26,11 +26,11 @@ class GateSnapshot:
     block_size: int
     g: Tensor  # (blocks,), share of samples that open the block
     p: Tensor  # (blocks,), mean probability
-    histogram: Tensor  # (BINS,), share of all p
-    by_class: Tensor | None  # (classes, blocks), g by class; NaN if a class is unseen
+    histogram: Tensor  # (BINS,), share of all p in each bin
+    by_class: Tensor | None  # (classes, blocks), g for each class; NaN if it is unseen
     temperature: float
     threshold: float
-    by_position: Tensor | None = None  # (positions,), g by position in a sequence
+    by_position: Tensor | None = None  # (positions,), g at each position in a sequence
 
     @property
     def dead_units(self) -> int:
@@ -43,8 +43,8 @@ class GateActivity(Metric):
 
     Args:
         gates: The gates, by name.
-        num_classes: Number of classes for rates by class; 0 for none.
-        positions: Length of a sequence for rates by position; 0 for none.
+        num_classes: Number of classes, to record rates for each class; 0 to record none.
+        positions: Sequence length, to record rates at each position; 0 to record none.
         **kwargs: Arguments of `torchmetrics.Metric`.
 
     >>> from dg_lightning import StaticGate
@@ -93,13 +93,13 @@ class GateActivity(Metric):
     @override
     @torch.no_grad()
     def update(self, samples: int, target: Tensor | None = None, training: bool = False) -> None:
-        """Add the last forward pass of the gates.
+        """Add the gates' last forward pass.
 
         Args:
-            samples: Number of samples in the batch; the weight of a static gate.
+            samples: Number of samples in the batch, which is the weight of a static gate.
             target: Class of each sample, or of each token, for rates by class.
-            training: Whether it was a training pass, where gates may be soft or sampled. If so,
-                the gates that would be deployed are counted.
+            training: Whether this was a training pass, in which gates may be soft or sampled. If
+                so, the hard gates that would be deployed are counted.
         """
         opened, probability, histogram, rows, by_class = [], [], [], [], []
         labels = None
@@ -187,16 +187,16 @@ class GateActivity(Metric):
 
 
 def _by_class(labels: Tensor, is_open: Tensor) -> Tensor:
-    """Count by class the samples that open a block, averaged over the positions of a sequence."""
+    """For each class, count the samples that open a block, averaged over sequence positions."""
     if len(is_open) % len(labels):  # a static gate, or rows that are not samples
         return labels.sum(0).unsqueeze(-1) * is_open.mean(0)
-    # Flattened from (batch, positions, blocks), or (batch, blocks).
+    # The rows were flattened from (batch, positions, blocks) or (batch, blocks).
     return labels.T @ is_open.reshape(len(labels), -1, is_open.shape[-1]).mean(1)
 
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """A snapshot as kept in the history, by layer."""
+    """A snapshot as stored in the history, with tensors keyed by layer."""
 
     epoch: int
     step: int
@@ -212,7 +212,7 @@ class HistoryEntry:
 
 
 class GateHistory:
-    """Snapshots of a training run; every second one is dropped when `max_entries` is exceeded.
+    """Snapshots of a training run. Above `max_entries`, every second one is dropped.
 
     >>> history = GateHistory(max_entries=4)
     >>> for epoch in range(9):
@@ -242,7 +242,7 @@ class GateHistory:
         return "thinned"
 
     def churn(self, gate: GateSnapshot) -> float | None:
-        """Return the mean change of g since the last entry, or None if there is none.
+        """Return the mean change in g since the last entry, or None if there is none.
 
         For a static gate, this is the share of units that opened or closed.
         """
@@ -252,7 +252,7 @@ class GateHistory:
         return (gate.g - before).abs().mean().item()
 
     def entries_with_last(self) -> list[HistoryEntry]:
-        """Return the kept entries and the last one, whether kept or not."""
+        """Return the kept entries and the last entry, even if it was not kept."""
         if self.last is None or (self.entries and self.entries[-1] is self.last):
             return list(self.entries)
         return [*self.entries, self.last]
@@ -335,7 +335,7 @@ class RoutingStatistics(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return entropy and variation of usage, and its mutual information with the class."""
+        """Return the entropy and variation of usage, and its mutual information with classes."""
         return {
             "entropy": usage_entropy(self.used.cpu()),
             "cv": coefficient_of_variation(self.used.cpu()),
@@ -344,9 +344,9 @@ class RoutingStatistics(Metric):
 
 
 class ActivityCorrelation(Metric):
-    """Correlation of hardness and activity: whether harder samples open more units.
+    """Correlation between hardness and activity: do harder samples open more units?
 
-    Hardness is 1 minus the largest class probability, activity the share of open units.
+    Hardness is 1 minus the largest class probability. Activity is the share of open units.
 
     >>> correlation = ActivityCorrelation()
     >>> correlation.update(torch.tensor([0.1, 0.2, 0.6]), torch.tensor([0.2, 0.4, 1.2]))
@@ -361,7 +361,7 @@ class ActivityCorrelation(Metric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Stacked over processes and merged: sums of squares would lose small variances.
+        # Stacked over processes, then merged, because sums of squares would lose small variances.
         self.add_state("samples", torch.zeros(()), dist_reduce_fx=None)
         self.add_state("means", torch.zeros(2), dist_reduce_fx=None)
         self.add_state("moments", torch.zeros(2, 2), dist_reduce_fx=None)
@@ -403,7 +403,7 @@ def _merge(samples: Tensor, means: Tensor, moments: Tensor) -> tuple[Tensor, Ten
     return total, mean, moments.sum(0) + between
 
 
-_MAX_CLASSES = 2048  # with more, such as a large vocabulary, no rates by class
+_MAX_CLASSES = 2048  # with more classes, as in a large vocabulary, class rates are not recorded
 
 
 class Snapshot:
@@ -411,7 +411,7 @@ class Snapshot:
 
     Args:
         gates: The gates, by name.
-        training: Whether these are training passes, where gates may be soft or sampled.
+        training: Whether these are training passes, in which gates may be soft or sampled.
     """
 
     def __init__(self, gates: dict[str, GateLike], training: bool = False) -> None:
@@ -426,7 +426,7 @@ class Snapshot:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes; 0 if there are no rates by class."""
+        """Number of classes; 0 if class rates are not recorded."""
         return 0 if self.activity is None else self.activity.num_classes
 
     def start_counting(self, pl_module: Any) -> None:
@@ -505,7 +505,7 @@ class Snapshot:
         ]
 
     def totals(self, pl_module: Any) -> dict[str, float]:
-        """Return the totals over all gates, by logged key."""
+        """Return the totals over all gates, keyed by logged name."""
         units = [gate.units for gate in self.gates.values()]
         opened = sum(n * gate.g.mean().item() for n, gate in zip(units, self.results, strict=True))
         totals = {"gates/open_rate": opened / sum(units)}
@@ -521,8 +521,8 @@ class Snapshot:
 def _target(batch: Any) -> Tensor | None:
     """Return the labels in a batch, or None.
 
-    Labels are a vector of integers in the second item. If the second item holds the next tokens of
-    the first, as in a language model, the class of a token is the token itself.
+    Labels are a vector of integers in the second item. If the second item contains the next tokens
+    of the first, as in a language model, each token is its own class.
     """
     x, target = batch[:2] if isinstance(batch, (tuple, list)) and len(batch) > 1 else (None, None)
     if not isinstance(target, Tensor) or target.is_floating_point():
@@ -534,7 +534,7 @@ def _target(batch: Any) -> Tensor | None:
 
 
 def _positions(gates: Iterable[GateLike]) -> int:
-    """Return the length of a sequence if gates decide by position, otherwise 0."""
+    """Return the sequence length if gates decide at each position, otherwise 0."""
     masks = [gate.gate for gate in gates if gate.gate is not None]
     lengths = {mask.shape[1] if mask.ndim == 3 else 0 for mask in masks if mask.ndim > 1}
     return lengths.pop() if len(lengths) == 1 else 0
@@ -547,7 +547,7 @@ def _logits(outputs: Any) -> Tensor | None:
 
 def _num_classes(pl_module: Any, logits: Tensor | None) -> int:
     if logits is not None:
-        return logits.shape[-1] if logits.shape[-1] > 1 else 0  # one logit is not a class
+        return logits.shape[-1] if logits.shape[-1] > 1 else 0  # a single logit has no classes
     data = getattr(pl_module.trainer, "datamodule", None)
     return int(getattr(pl_module, "num_classes", None) or getattr(data, "num_classes", None) or 0)
 

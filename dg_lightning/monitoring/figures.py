@@ -1,4 +1,4 @@
-"""Figures of gates, drawn with matplotlib."""
+"""Gate figures, drawn with matplotlib."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Send snapshots of gates to files and loggers."""
+"""Send gate snapshots to files and loggers."""
 
 import csv
 import os
@@ -34,21 +34,21 @@ _BIN_COLUMNS = ("epoch", "step", "layer", *(f"p_{index / BINS:.2f}" for index in
 
 
 class GateTables:
-    """CSV tables of one run, in a folder.
+    """A folder with the CSV tables of one run.
 
     | file | each row |
     |---|---|
     | `layers.csv` | a gate in a snapshot: open rates, churn, dead units, τ, θ; never thinned |
     | `units.csv` | a unit or block in a snapshot: mean p, and g, the share of samples opening it |
-    | `histogram.csv` | a gate in a snapshot: share of all p by bin, named by its lower edge |
+    | `histogram.csv` | a gate in a snapshot: share of all p in each bin, named by its lower edge |
     | `classes.csv` | a unit in the last snapshot: the share of each class that opens it |
     | `positions.csv` | a position in the last snapshot: the share of blocks open there |
-    | `inputs.csv` | an input gate: shape of a sample, names of its features |
+    | `inputs.csv` | an input gate: sample shape and feature names |
     | `collapse.csv` | a verdict of `CollapseDetector` |
     | `watched.csv` | a gate that `CollapseDetector` watches |
 
-    Units and histograms are kept for at most 100 snapshots. Longer runs keep every second,
-    fourth, ... and the last one.
+    Units and histograms are kept for at most 100 snapshots. Longer runs keep every second snapshot,
+    then every fourth and so on, and always the last one.
 
     Args:
         folder: Folder of the tables, created when the first one is written.
@@ -90,7 +90,7 @@ class GateTables:
         self._write("classes", ("layer", "unit", *names), rows)
 
     def write_positions(self, gates: Sequence[GateSnapshot]) -> None:
-        """Write the share of blocks that is open at each position of a sequence."""
+        """Write the share of blocks that are open at each position in a sequence."""
         by_layer = {g.layer: g.by_position.tolist() for g in gates if g.by_position is not None}
         rows = (
             [layer, position, _format(share)]
@@ -120,7 +120,7 @@ class GateTables:
         return self.folder / f"{name}.csv"
 
     def _write(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        # Atomic rename, because a report may read while a run writes.
+        # Rename atomically, because a report may read the table while a run writes it.
         temporary = self.folder / f".{name}.{os.getpid()}"
         with temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(map(csv_cell, row) for row in [columns, *rows])
@@ -166,7 +166,7 @@ def _format(value: float) -> str:
     return f"{value:.5g}"
 
 
-# W&B: summary values of a run, for tables and scatter plots.
+# Summary values of a run that W&B shows in tables and scatter plots.
 _SUMMARIES = {
     "val/accuracy": "last,max",
     "val/macro_f1": "last,max",
@@ -204,8 +204,8 @@ def supports_images(logger: Any) -> bool:
 def show_pictures(logger: Any, key: str, figures: Mapping[str, "Figure"], step: int) -> None:
     """Log figures as images to W&B, TensorBoard, MLflow or Comet.
 
-    In W&B they share one panel under the key; in other loggers each has its own key, which ends
-    with its name.
+    In W&B, the figures share one panel under the key. In other loggers, the name of each figure is
+    added to the key.
     """
     experiment: Any = getattr(logger, "experiment", None)
     if hasattr(logger, "log_image"):
@@ -259,7 +259,7 @@ def _cell(value: Any) -> str:
 
 
 def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
-    """Write classes, positions, inputs and verdicts of a snapshot."""
+    """Write the tables that only show the latest snapshot, such as classes and verdicts."""
     tables.write_positions(snapshot.results)
     data = getattr(trainer, "datamodule", None)
     if snapshot.num_classes:
@@ -276,7 +276,7 @@ def write_files(trainer: Any, tables: GateTables, snapshot: Snapshot) -> None:
 
 
 def publish_evaluation(trainer: Any, snapshot: Snapshot, files: bool, media: bool) -> None:
-    """Publish a separate validation or test under its own name, without history."""
+    """Publish a separate validation or test run under its own name, without history."""
     name, history = f"gates_{trainer.state.fn.value}", GateHistory()
     epoch, step = trainer.current_epoch, logged_step(trainer)
     rows = snapshot.layer_rows(epoch, step, history)
@@ -294,7 +294,7 @@ def send_pictures(trainer: Any, key: str, snapshot: Snapshot, history: GateHisto
     """Draw every gate for the loggers that support images."""
     loggers = [logger for logger in trainer.loggers if supports_images(logger)]
     if loggers and not has_matplotlib():
-        rank_zero_info("Figures of gates need matplotlib: pip install matplotlib")
+        rank_zero_info("Gate figures need matplotlib: pip install matplotlib")
         return
     data = getattr(trainer, "datamodule", None)
     figures = {}
@@ -341,7 +341,7 @@ def watched_gates(callbacks: Iterable[Any]) -> list[str]:
 
 
 def log_scalar(pl_module: Any, key: str, value: float, prog_bar: bool = False) -> None:
-    """Log a value that all ranks have, from the module's device, as NCCL requires."""
+    """Log a value that all ranks have, as a tensor on the module's device (for NCCL)."""
     tensor = torch.tensor(value, dtype=torch.float32, device=pl_module.device)
     pl_module.log(key, tensor, prog_bar=prog_bar, sync_dist=True)
 

@@ -9,7 +9,7 @@ _NAME = "Gates"
 
 
 def gate_workspace(entity: str, project: str) -> Any:
-    """Return the workspace of a project as a `wandb_workspaces` object."""
+    """Return a project's workspace as a `wandb_workspaces` object."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
@@ -36,7 +36,7 @@ def gate_workspace(entity: str, project: str) -> Any:
             matching("Probability", "gates/mean_probability/.*", range_y=share),
             matching("Churn between snapshots", "gates/churn/.*"),
             line("Open, all gates", "gates/open_rate", range_y=share),
-            line("Correlation of hardness and activity", "gates/hardness_correlation"),
+            line("Correlation between hardness and activity", "gates/hardness_correlation"),
         ],
         "Heat maps": [
             wr.MediaBrowser(

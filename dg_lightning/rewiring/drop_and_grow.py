@@ -22,15 +22,15 @@ _N_OF_M = re.compile(r"([1-9]\d*):([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Structure:
-    """Structure of the connections of a layer.
+    """Structure of a layer's connections.
 
     Args:
-        kind: `unstructured` for single weights. `block:16` for blocks of 16 x 16 weights. `2:4` for
-            2 of every 4 consecutive inputs of an output. `fan_in` for the same number of inputs for
-            every output.
+        kind: `unstructured` keeps single weights, `block:16` keeps blocks of 16 x 16 weights, `2:4`
+            keeps two of every four consecutive inputs to an output, and `fan_in` keeps the same
+            number of inputs for every output.
 
     Raises:
-        ValueError: If `kind` is none of these.
+        ValueError: If `kind` is not one of these.
 
     >>> Structure("2:4").density
     0.5
@@ -58,7 +58,7 @@ class Structure:
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
-        """N and M of an N:M structure, or None."""
+        """The numbers N and M for an N:M structure, otherwise None."""
         match = _N_OF_M.fullmatch(self.kind)
         return None if match is None else (int(match[1]), int(match[2]))
 
@@ -74,8 +74,8 @@ class Structure:
         transposed = isinstance(layer, TRANSPOSED)
         if transposed and (self.kind == "fan_in" or self.n_of_m is not None):
             raise ValueError(
-                f"`structure={self.kind!r}` does not support transposed convolutions, whose inputs "
-                f"come first in the weight, got {name}: exclude the layer with `layers`."
+                f"`structure={self.kind!r}` does not support transposed convolutions, because "
+                f"their weights have inputs first, got {name}: exclude the layer with `layers`."
             )
         if self.block > 1 and (rows % self.block or columns % self.block):
             raise ValueError(
@@ -106,7 +106,7 @@ class Structure:
         return bool((counts == (counts[0] if self.n_of_m is None else self.n_of_m[0])).all())
 
     def groups(self, values: Tensor) -> Tensor:
-        """Arrange nonnegative values as ``(groups, members)``. A block holds its sum."""
+        """Arrange nonnegative values as ``(groups, members)``. Values in a block are summed."""
         matrix = values.flatten(1)
         if self.block > 1:
             return self._blocks(matrix).sum((1, 3)).reshape(1, -1)
@@ -115,13 +115,13 @@ class Structure:
         return matrix if self.kind == "fan_in" else matrix.reshape(1, -1)
 
     def masks(self, mask: Tensor) -> Tensor:
-        """Arrange a mask as ``(groups, members)``. A block is set if any of its weights is."""
+        """Arrange a mask as ``(groups, members)``. A block is set if any weight in it is set."""
         if self.block > 1:
             return self._blocks(mask.flatten(1)).any(3).any(1).reshape(1, -1)
         return self.groups(mask)
 
     def ungroup(self, mask: Tensor, like: Tensor) -> Tensor:
-        """Expand a mask ``(groups, members)`` to the shape of the weight."""
+        """Expand a ``(groups, members)`` mask to the shape of the weight."""
         if self.block > 1:
             rows, columns = like.shape[0] // self.block, like[0].numel() // self.block
             blocks = mask.reshape(rows, 1, columns, 1)
@@ -132,7 +132,7 @@ class Structure:
         """Return how many members each group keeps, at least one."""
         members = self.groups(torch.empty_like(weight, device="meta")).shape[1]
         share = density if self.density is None else self.density
-        # Round the number of removed members, like torch.nn.utils.prune.
+        # Like torch.nn.utils.prune, round the number of removed members.
         return max(1, members - round((1 - share) * members))
 
     def _blocks(self, matrix: Tensor) -> Tensor:
@@ -140,20 +140,21 @@ class Structure:
         return matrix.reshape(rows // self.block, self.block, columns // self.block, self.block)
 
 
-_SAMPLED = 2**14  # scores sampled to estimate bounds
-_IN_CACHE = 2**17  # scores that fit into a CPU cache
+_SAMPLED = 2**14  # number of scores sampled to estimate bounds
+_IN_CACHE = 2**17  # number of scores that fit into a CPU cache
 
 
 def largest(
     scores: Tensor, count: int, among: Tensor | None = None, allowed: int | None = None
 ) -> Tensor:
-    """Mark the `count` largest scores of a tensor. Among equal scores, the first win.
+    """Mark the `count` largest scores in a tensor. Ties go to the first scores.
 
     Args:
         scores: Scores of any shape.
         count: Number of scores to mark.
         among: Bool mask of the scores that may be marked, or None for all.
-        allowed: Number of scores that may be marked, if known. Counting them synchronises.
+        allowed: Number of scores that may be marked, if known. Counting them synchronises with
+            the device.
 
     Raises:
         ValueError: If more scores are requested than may be marked.
@@ -178,7 +179,7 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
     """Mark the largest scores with numpy, without a full sort.
 
     A sample of the scores gives bounds for the smallest marked score, so that only scores between
-    the bounds are partitioned. If the bounds turn out wrong, all scores are.
+    the bounds are partitioned. If the bounds turn out to be wrong, all scores are partitioned.
     """
     halves = scores.dtype in (torch.bfloat16, torch.float16)  # unsupported or slow in numpy
     values = (scores.float() if halves else scores).flatten().numpy()
@@ -210,7 +211,7 @@ def _largest_on_cpu(scores: Tensor, count: int, among: Tensor | None, share: flo
 
 
 def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
-    """Estimate bounds of the smallest value in the given share of largest values."""
+    """Estimate bounds on the smallest value in the given share of largest values."""
     step = len(values) // _SAMPLED | 1
     sample = values[::step] if allowed is None else values[::step][allowed[::step]]
     sample = np.sort(sample)
@@ -224,7 +225,7 @@ def _bounds(values: Any, allowed: Any, share: float) -> tuple[float, float]:
 
 
 def largest_in_rows(scores: Tensor, counts: Tensor) -> Tensor:
-    """Mark the `counts` largest scores of each row. Among equal scores, the first win.
+    """Mark the `counts` largest scores in each row. Ties go to the first scores.
 
     >>> largest_in_rows(torch.tensor([[1, 3, 2], [5, 5, 4]]), torch.tensor([2, 1])).tolist()
     [[False, True, True], [True, False, False]]
@@ -239,7 +240,7 @@ DropShape: TypeAlias = Literal["cosine", "linear", "constant"]
 
 @dataclass
 class DropSchedule:
-    """Schedule of rewiring updates, which drop a decreasing share of connections.
+    """Schedule for rewiring updates, which drop a decreasing share of connections.
 
     Args:
         every_n_steps: Optimizer steps between updates.
@@ -291,7 +292,7 @@ class DropSchedule:
 
 
 class OpenRates:
-    """Open rates of the units around each layer, over the micro-batches of a step.
+    """Open rates for the inputs and outputs of each layer, over the micro-batches in a step.
 
     Args:
         module: The module.
@@ -303,11 +304,11 @@ class OpenRates:
         maps = [m for m in linear_maps(module) if m.linear in wanted]
         self.gates = {m.linear: m for m in maps if m.is_gated}
         self._step: int | None = None
-        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # sum of shares and micro-batches
+        self._sums: dict[nn.Module, tuple[Tensor, int]] = {}  # (sum of shares, micro-batches)
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Add the last forward pass to the rates of a step. A new step resets them."""
+        """Add the last forward pass to the rates for a step. A new step resets the rates."""
         if step != self._step:
             self._step, self._sums = step, {}
         for linear, linear_map in self.gates.items():
@@ -318,22 +319,22 @@ class OpenRates:
                 self._sums[linear] = (share[..., *kernel] + total, count + 1)
 
     def shares(self, mean: Callable[[Tensor], Tensor]) -> dict[nn.Module, Tensor]:
-        """Return the share of samples with both ends open, by layer.
+        """Return how often each layer's connections have both ends open, as shares of samples.
 
-        The shares broadcast to the layer's weight. `mean` averages over ranks.
+        Each share can be broadcast to the layer's weight. `mean` averages a tensor over ranks.
         """
         return {linear: mean(total / count) for linear, (total, count) in self._sums.items()}
 
 
 def _share(outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-    """Return the share of samples with both ends open, from ``(samples, units)`` for each end."""
+    """Return the share of samples that open both ends, given ``(samples, units)`` for each end."""
     if outputs is None:
         assert inputs is not None
         return inputs.mean(0)
     if inputs is None:
         return outputs.mean(0).unsqueeze(-1)
     if min(len(outputs), len(inputs)) == 1 or len(outputs) != len(inputs):
-        # One end is equal for all samples, or the rows belong to different samples.
+        # One end is the same for all samples, or the rows belong to different samples.
         return outputs.mean(0).unsqueeze(-1) * inputs.mean(0)
     return outputs.T @ inputs / len(inputs)
 
@@ -346,7 +347,7 @@ def _open_units(gate: GateLike) -> Tensor | None:
 
 
 def largest_mask(scores: Tensor, density: float, structure: Structure | None = None) -> Tensor:
-    """Return a mask of the largest scores of a layer, with the given density in each group.
+    """Return a mask of a layer's largest scores, with the given density in each group.
 
     >>> largest_mask(torch.tensor([[4.0, 3.0, 2.0, 1.0]]), 0.5).tolist()
     [[True, True, False, False]]
@@ -369,7 +370,7 @@ def drop_and_grow(
     exclude_just_dropped: bool = False,
     total: int | None = None,
 ) -> Tensor:
-    """Drop the connections with the smallest scores, and grow as many others.
+    """Drop the connections with the smallest scores, and grow the same number of others.
 
     Connections are dropped across the whole layer, and each group grows as many as it has lost.
     Dropped connections may grow again immediately and then count as kept, so a layer that already
@@ -381,8 +382,9 @@ def drop_and_grow(
         grow_scores: Nonnegative scores of candidates.
         drop_fraction: The share of connections to drop.
         structure: The structure of the connections.
-        exclude_just_dropped: Whether dropped connections cannot grow again in the same update.
-        total: Number of connections or blocks, if known. Counting them synchronises.
+        exclude_just_dropped: Whether dropped connections may not grow back in the same update.
+        total: Number of connections or blocks, if known. Counting them synchronises with the
+            device.
 
     >>> mask = torch.tensor([[True, True, False, False]])
     >>> weights, gradients = torch.tensor([[1.0, 9, 0, 0]]), torch.tensor([[0.0, 0, 5, 7]])

@@ -28,7 +28,7 @@ Distribution: TypeAlias = Literal["uniform", "er", "erk"]
 def densities(
     shapes: Mapping[str, Sequence[int]], density: float, distribution: Distribution = "erk"
 ) -> dict[str, float]:
-    """Distribute a total density over layers by the shapes of their weights.
+    """Distribute a total density over layers according to their weight shapes.
 
     `uniform` gives all layers the same density. `er` uses densities proportional to
     ``(in + out) / (in * out)``, so that small layers stay dense. `erk` includes the kernel sizes of
@@ -70,7 +70,9 @@ def check_sparsity(
         if not 0 <= value < 1:
             raise ValueError(f"`sparsity` must be in [0, 1), got {value}.")
     if isinstance(sparsity, Mapping) and layers is not None:
-        raise ValueError("`layers` needs a single `sparsity`, got a dict: name layers in its keys.")
+        raise ValueError(
+            "`layers` needs a single `sparsity`, got a dict: name the layers in its keys."
+        )
     if distribution not in ("uniform", "er", "erk"):
         raise ValueError(f"`distribution` must be uniform, er or erk, got {distribution!r}.")
 
@@ -91,11 +93,11 @@ def _raw(shape: Sequence[int], distribution: Distribution) -> float:
     return sum(axes) / math.prod(axes)
 
 
-STATE = "connections"  # key of the layers in a callback's state
+STATE = "connections"  # key under which a callback's state stores its layers
 
 
 def masks_of_pruned(module: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of weights pruned with torch.nn.utils.prune, by layer.
+    """Return the masks that torch.nn.utils.prune has applied to weights, by layer.
 
     Call this before `prune.remove`, which makes the zeros permanent and deletes the masks.
 
@@ -119,13 +121,13 @@ def import_pruned(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Read a model pruned by torch.nn.utils.prune or Lightning's ModelPruning.
 
-    Returns plain weights, which load strictly into the unpruned module, and the masks by layer.
+    Returns plain weights, which load strictly into the unpruned module, and a mask for each layer.
     Pass the masks to `StaticSparse`, `RigL` or another sparse callback with `set_initial_masks`.
 
     Args:
         checkpoint: A checkpoint's path or content, or a state dict.
-        zeros: Whether to derive missing masks from the zeros of weight matrices. Permanent pruning
-            leaves only zeros.
+        zeros: Whether to derive missing masks from zeros in the weight matrices. Permanent pruning
+            leaves zeros but no masks.
 
     Raises:
         ValueError: If the checkpoint has no masks, or cannot be read.
@@ -148,8 +150,8 @@ def import_pruned(
                 masks[plain_name(layer)] = value != 0
     if not masks:
         raise ValueError(
-            "The checkpoint has no mask. If its pruning was made permanent, use `zeros=True` to "
-            "derive masks from zeros."
+            "The checkpoint contains no masks. If pruning was made permanent, use `zeros=True` to "
+            "derive the masks from zeros."
         )
     return weights, masks
 
@@ -165,7 +167,7 @@ def saved_masks(checkpoint: str | Path | Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def announce_masks(module: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Set the masks of a module's layers, for the compute ledger."""
+    """Set masks on a module's layers, so that the compute ledger can read them."""
     for name, child in module.named_modules():
         mask = masks.get(plain_name(name))
         if mask is None:
@@ -196,8 +198,8 @@ def _loaded(checkpoint: str | Path | Mapping[str, Any]) -> Any:
         raise
     except (RuntimeError, ValueError, EOFError, LookupError, OSError, UnpicklingError) as error:
         raise ValueError(
-            f"Cannot read masks from {str(checkpoint)!r}: give a checkpoint with only tensors and "
-            "plain values."
+            f"Cannot read masks from {str(checkpoint)!r}: pass a checkpoint that contains only "
+            "tensors and plain values."
         ) from error
 
 
@@ -209,9 +211,10 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 def sparse_layers(
     module: nn.Module, layers: list[str] | None, without: set[nn.Module]
 ) -> dict[str, nn.Module]:
-    """Return linear and convolution layers by name pattern, each weight once.
+    """Return the linear and convolution layers that match the name patterns.
 
-    Without patterns, frozen layers are skipped. Layers in `without` are always skipped.
+    Layers that share a weight are returned once. Without patterns, frozen layers are skipped.
+    Layers in `without` are always skipped.
 
     Raises:
         ValueError: If no layer remains, a pattern matches nothing, or a weight is not a plain
@@ -225,8 +228,8 @@ def sparse_layers(
             found[plain_name(name)] = child
     if not found:
         raise ValueError(
-            f"There is no layer to make sparse in {type(module).__name__}: it needs an nn.Linear "
-            "or nn.Conv* that is trainable and not part of a gate."
+            f"{type(module).__name__} has no layer to make sparse: it needs an nn.Linear or "
+            "nn.Conv* that is trainable and not part of a gate."
         )
     chosen: dict[str, nn.Module] = {}
     for name, child in filter_by_name(found, layers, "layer").items():
@@ -260,15 +263,15 @@ def initial_mask(
 
 
 def masks_of(state: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the masks in the saved state of a sparse callback.
+    """Return the masks in a sparse callback's saved state.
 
     Raises:
-        RuntimeError: If they belong to other layers.
+        RuntimeError: If the masks belong to other layers.
     """
     masks = saved_masks({"callbacks": {"": state}})
     if set(masks) != set(layers):
         raise RuntimeError(
-            f"The checkpoint has masks for {', '.join(masks)}, but the sparse layers of this run "
+            f"The checkpoint has masks for {', '.join(masks)}, but this run's sparse layers "
             f"are {', '.join(layers)}: use the same layers."
         )
     return masks
@@ -277,9 +280,9 @@ def masks_of(state: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, T
 def given_masks(
     layers: Mapping[str, Any], masks: Mapping[str, Tensor] | None, path: str | None, name: str
 ) -> Mapping[str, Tensor]:
-    """Return the given masks, those of the checkpoint at `path`, or those of the layers.
+    """Return masks from the first available source.
 
-    The first of these that is available wins.
+    The sources are `masks`, the checkpoint at `path`, and the masks already set on the layers.
 
     Raises:
         FileNotFoundError: If there is no checkpoint at `path`.
@@ -289,20 +292,20 @@ def given_masks(
     if path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(
-                f"`masks` must be the path of a checkpoint file, but there is none at {path}: "
+                f"`masks` must be the path to a checkpoint file, but none exists at {path}: "
                 "correct the path, or omit it."
             )
         return saved_masks(path) or import_pruned(path)[1]
     found = {n: m for n, layer in layers.items() if (m := connection_mask(layer)) is not None}
     if found:
-        rank_zero_info(f"{name} continues with the masks of the model.")
+        rank_zero_info(f"{name} continues with the model's current masks.")
     return found
 
 
 def check_masks(
     masks: Mapping[str, Tensor], layers: Mapping[str, Any], structure: Structure
 ) -> dict[str, Tensor]:
-    """Return the given masks for the layers.
+    """Check the given masks, and return those for the layers.
 
     Raises:
         ValueError: If a mask is missing or does not fit its layer or the structure.
@@ -314,11 +317,11 @@ def check_masks(
             had = f"of shape {tuple(masks[name].shape)}" if name in masks else "missing"
             raise ValueError(
                 f"The mask of {name} must have shape {tuple(layer.weight.shape)}, but it is {had}. "
-                f"Masks were given for {', '.join(masks)}: choose these layers, or give all masks."
+                f"Masks were given for {', '.join(masks)}: choose these layers, or pass all masks."
             )
         if not structure.has(masks[name]):
             raise ValueError(
-                f"The mask of {name} must have `structure={structure.kind!r}`, but does not: give "
+                f"The mask of {name} must have `structure={structure.kind!r}`, but does not: pass "
                 "another mask, or omit the structure."
             )
     return {name: masks[name] for name in layers}
@@ -330,7 +333,7 @@ def sample_masks(
     structure: Structure,
     seed: int | None,
 ) -> dict[str, Tensor]:
-    """Return initial masks: random with a seed, otherwise of the largest weights."""
+    """Return random initial masks, or masks of the largest weights if there is no seed."""
     masks = {}
     for name, layer in layers.items():
         weight: nn.Parameter = layer.weight

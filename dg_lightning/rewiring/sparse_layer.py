@@ -1,4 +1,4 @@
-"""Sparse layers: apply masks to weights and optimizer state, and report figures."""
+"""Layers whose masks are applied to weights and optimizer state."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,9 @@ _AS_INTEGERS = {
 
 
 def zero_outside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Zero the entries of tensors outside of their masks, which are bool and of equal shape.
+    """Zero the entries of tensors outside their masks.
+
+    Each pair is a tensor and a bool mask of the same shape.
 
     >>> values = torch.tensor([1.0, torch.inf])
     >>> zero_outside([(values, torch.tensor([True, False]))])
@@ -35,19 +37,19 @@ def zero_outside(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if integers is None:
             values.detach().masked_fill_(~mask, 0)
         else:
-            # Integer products with 0 or 1 are exact, but a product of floats would turn inf into
-            # NaN. On a CPU this takes a third of the time of `masked_fill_`.
+            # Integer products with 0 or 1 are exact, whereas multiplying floats would turn inf
+            # into NaN. On a CPU, this takes a third as long as `masked_fill_`.
             values.detach().view(integers).mul_(mask.view(torch.uint8))
 
 
 _SAMPLED = 2**16  # maximum number of positions tracked for the explored share
 
-# Optimizers that keep a weight of 0 if its gradient and state are 0. Subclasses may not.
+# Optimizers that keep a weight at 0 if its gradient and state are 0. Subclasses may not.
 WEIGHT_BY_WEIGHT = frozenset({
     optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
     optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
 })  # fmt: skip
-# Optimizer state that does not start at 0: its name, and the option with its initial value.
+# Optimizer state that does not start at 0, mapped to the option with its initial value.
 _STARTS = {
     optim.Adagrad: {"sum": "initial_accumulator_value"},
     optim.Rprop: {"step_size": "lr"},
@@ -57,9 +59,9 @@ _STARTS = {
 class SparseLayer:
     """A layer with a mask of existing connections.
 
-    The weight remains a plain parameter with exact zeros. Its gradient remains dense, so it also
-    scores missing connections. The mask is set on the layer (`gates.set_connections`) and changed
-    in place.
+    The weight remains a plain parameter, with exact zeros for missing connections. Its gradient
+    stays dense, so it can also score missing connections. The mask is set on the layer
+    (`gates.set_connections`) and changed in place.
 
     Args:
         name: The layer's name.
@@ -100,7 +102,7 @@ class SparseLayer:
             zero_outside([(self.weight, self.mask)])
 
     def clean(self, optimizer: Optimizer) -> None:
-        """Reset the weights of missing connections after a step, and their state if necessary."""
+        """Zero missing connections after a step, and reset their optimizer state if necessary."""
         self.apply()
         if type(optimizer) not in WEIGHT_BY_WEIGHT:
             reset_state(optimizer, self.weight, keep=self.mask)
@@ -110,12 +112,12 @@ class SparseLayer:
         if self.layer.weight is not self.weight or (live is not None and self.layer not in live):
             raise RuntimeError(
                 f"The weight of {self.name} was replaced during training (for example by "
-                "torch.nn.utils.prune), so its mask is invalid: change it in place, or exclude the "
-                "layer with `layers`."
+                "torch.nn.utils.prune), so its mask is invalid: change the weight in place, or "
+                "exclude the layer with `layers`."
             )
 
     def rewired_mask(self, keep: Tensor, grow: Tensor, fraction: float, exclude: bool) -> Tensor:
-        """Return a rewired mask that keeps protected connections, see `drop_and_grow`."""
+        """Rewire the mask with `drop_and_grow`, but keep protected connections."""
         protected = protected_mask(self.layer)
         if protected is not None:
             keep = keep + protected * (keep.max() + 1)
@@ -125,11 +127,11 @@ class SparseLayer:
         return drop_and_grow(self.mask, keep, grow, fraction, self.structure, exclude, blocks)
 
     def change(self, mask: Tensor, optimizer: Optimizer | None) -> None:
-        """Apply a new mask, see `change_connections`."""
+        """Apply a new mask with `change_connections`."""
         change_connections({self: mask}, optimizer)
 
     def _counts(self, mask: Tensor) -> Tensor:
-        """Count connections of a new mask, on its device."""
+        """Count the connections in a new mask. The counts stay on its device."""
         matrix = mask.flatten(1)
         explored = self._explored | self._sample(mask)
         made = mask & ~self.mask
@@ -150,7 +152,8 @@ class SparseLayer:
         """Return the figures to log.
 
         `explored` is the share of positions that have ever had a connection (in-time
-        over-parameterization). Layers with more than 65,536 weights use an even sample of them.
+        over-parameterization). For layers with more than 65,536 weights, it is estimated from an
+        even sample of the positions.
         """
         return {
             "density": self.count / self.mask.numel(),
@@ -165,7 +168,7 @@ class SparseLayer:
         return crc32(pack_mask(self.mask).numpy().tobytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mask, with eight connections per byte, and figures that depend on the past."""
+        """Return the packed mask, and the figures that depend on earlier masks."""
         return {
             "mask": pack_mask(self.mask),
             "shape": list(self.mask.shape),
@@ -189,13 +192,14 @@ def change_connections(
     optimizer: Optimizer | None,
     scores: Sequence[Tensor] = (),
 ) -> bool:
-    """Apply new masks. Weights of new and dropped connections become 0, others do not change.
+    """Apply new masks to sparse layers.
 
-    This synchronises with the device once.
+    The weights of new and dropped connections become 0, and all other weights stay the same. This
+    synchronises with the device once.
 
     Args:
         masks: The new mask of each layer.
-        optimizer: The optimizer whose state is reset for changed connections, if any.
+        optimizer: The optimizer whose state is reset for changed connections, or None.
         scores: The scores that the masks are based on.
 
     Returns:
@@ -224,7 +228,7 @@ def change_connections(
 
 
 def parameter_state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer state of a parameter that has one value per weight."""
+    """Yield the optimizer state tensors that have one value for each weight of a parameter."""
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             yield name, value
@@ -232,7 +236,7 @@ def parameter_state(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[t
 
 @torch.no_grad()
 def reset_state(optimizer: Optimizer, parameter: nn.Parameter, keep: Tensor) -> None:
-    """Reset the optimizer state of weights outside of `keep` to its initial value.
+    """Reset the optimizer state of all weights outside `keep` to its initial value.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
@@ -270,6 +274,6 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, shape: Any) -> Tensor:
-    """Inverse of `pack_mask`, with the given shape."""
+    """Unpack a mask of the given shape that `pack_mask` has packed."""
     values = np.unpackbits(bits.cpu().numpy(), count=math.prod(shape))
     return torch.from_numpy(values.astype(bool)).reshape(tuple(shape))

@@ -4,9 +4,8 @@
 
 An open gate g is 1, or p if the gate scales.
 
-All engines return the same outputs and gradients, with one exception: a block that a sample closes
-is not computed, so its gate gets no gradient from that sample (as in a mixture of experts). Only
-`masked` computes closed blocks and gives closed gates a gradient.
+All engines return the same outputs and gradients, with one exception: a gate gets no gradient from
+the samples that close it, as in a mixture of experts. Only `masked` gives closed gates a gradient.
 """
 
 import threading
@@ -47,14 +46,14 @@ _ELEMENTWISE = (
 
 
 def elementwise(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an activation that can be applied block by block, not in place.
+    """Return an activation that can be applied block by block, but not in place.
 
     Raises:
         ValueError: If the activation may mix units, have parameters or draw random numbers.
     """
     if type(activation) not in _ELEMENTWISE or "forward" in vars(activation):
         raise ValueError(
-            "Engines that skip blocks need an elementwise, deterministic activation of torch.nn "
+            "Engines that skip blocks need an elementwise, deterministic activation from torch.nn "
             f"without parameters, got {activation}: use engine='masked'."
         )
     if getattr(activation, "inplace", False):
@@ -71,10 +70,10 @@ class FeedForward:
 
     Args:
         fc1: Weight ``(units, inputs)`` and bias of the layer whose outputs are gated.
-        activation: Elementwise nonlinearity applied to its outputs.
+        activation: Elementwise nonlinearity applied to the outputs of `fc1`.
         fc2: Weight ``(outputs, units)`` and bias of the layer that reads the gated units.
         block_size: Number of adjacent units that share a gate.
-        fc1_gate: Weight and bias of the third layer, shaped like those of `fc1`.
+        fc1_gate: Weight and bias of an optional third layer, shaped like those of `fc1`.
         scaled: Whether open gates may differ from 1.
     """
 
@@ -112,7 +111,7 @@ class FeedForward:
         return [tensor for pair in maps for tensor in pair if tensor is not None]
 
     def to(self, dtype: torch.dtype) -> "FeedForward":
-        """Return a copy cast to another dtype; gradients flow through the cast."""
+        """Return a copy in another dtype, with gradients that flow through the cast."""
         fc1, fc2, *fc1_gate = (
             (w.to(dtype), None if b is None else b.to(dtype))
             for w, b in (self.fc1, self.fc2, *self.up_projections[1:])
@@ -122,7 +121,7 @@ class FeedForward:
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block and multiply by the gate, as the reference."""
+    """Reference implementation: compute every block, then multiply by the gate."""
     units = net.activation(F.linear(x, *net.fc1))
     if net.fc1_gate is not None:
         units = units * F.linear(x, *net.fc1_gate)
@@ -131,14 +130,14 @@ def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def dense(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Compute every block, but give closed gates no gradient, like engines that skip."""
+    """Compute every block, but give closed gates no gradient, like engines that skip blocks."""
     if gate.requires_grad:
         gate = torch.where(gate != 0, gate, gate.detach())
     return masked(x, gate, net)
 
 
 def run_blocks(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
-    """Multiply each block with the samples that open it."""
+    """Compute each block for the samples that open it."""
     if not torch.is_grad_enabled():
         return _run_blocks_without_grad(x, gate, net)
     fc1_gate = net.fc1_gate or (None, None)
@@ -198,14 +197,14 @@ def _initial_outputs(x: Tensor, net: FeedForward) -> Tensor:
     return x.new_zeros(shape) if bias is None else bias.detach().expand(shape).clone()
 
 
-_BAG_COUNT = 8  # partial sums computed in parallel
-_CACHE_ENTRIES = 2**21  # entries of a temporary tensor that stays in cache
+_BAG_COUNT = 8  # number of partial sums computed in parallel
+_CACHE_ENTRIES = 2**21  # a temporary tensor with at most this many entries stays in cache
 
 
 def _groups(counts: list[int], most: int) -> list[tuple[int, int]]:
-    """Split blocks into consecutive groups of at most `most` samples, or one larger block.
+    """Split blocks into consecutive groups with at most `most` samples.
 
-    Each group is a (start, stop) pair of block indices.
+    A block with more samples forms its own group. Groups are (start, stop) pairs of block indices.
 
     >>> _groups([2, 3, 4, 9, 0, 1], 6)
     [(0, 2), (2, 3), (3, 4), (4, 6)]
@@ -224,10 +223,10 @@ _buffers = threading.local()
 
 
 def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
-    """Return a temporary tensor; on a CPU its memory is reused by later calls.
+    """Return a temporary tensor, whose memory is reused by later calls on a CPU.
 
-    Otherwise the operating system would zero newly allocated pages, which takes long compared with
-    the products.
+    Otherwise the operating system would zero newly allocated pages, which is slow compared with the
+    products.
     """
     size = rows * width
     if like.device.type != "cpu" or size * like.element_size() > _MAX_BUFFER_BYTES:
@@ -240,7 +239,7 @@ def _buffer(name: str, like: Tensor, rows: int, width: int) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """The tensors of a gated feed-forward, their gradients, or flags."""
+    """The tensors of a gated feed-forward, or a gradient or flag for each of them."""
 
     x: Any = None
     gate: Any = None
@@ -253,7 +252,7 @@ class Operands(NamedTuple):
 
 
 class _RunBlocks(torch.autograd.Function):
-    """Manual backward pass, since autograd would fill a full-size gradient for every block."""
+    """Computes gradients manually, as autograd would fill a full-size one for every block."""
 
     @staticmethod
     def forward(
@@ -341,7 +340,7 @@ def check_no_double_backward() -> None:
 
 
 def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows, without a copy if all are selected."""
+    """Return the selected rows, without a copy if all rows are selected."""
     return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
@@ -349,7 +348,7 @@ def _take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     """Read only the weights of open units, sample by sample, without gradients.
 
-    Fast for few samples with few open blocks.
+    This is fast for a few samples with few open blocks.
     """
     size, samples = net.block_size, x.unbind()
     opened = (gate != 0).nonzero()
@@ -384,9 +383,9 @@ def run_open_rows(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
 
 
 def _sum_units(values: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """Sum the weights ``(units, outputs)`` of one sample's units, times the units' values.
+    """Sum the weights ``(units, outputs)`` of one sample's units, multiplied by the units' values.
 
-    Units at exactly 0 are skipped: about half of them after a ReLU.
+    Units that are exactly 0 are skipped. After a ReLU, these are about half of the units.
     """
     units = blocks.unsqueeze(1) * values.shape[1] + torch.arange(
         values.shape[1], device=blocks.device

@@ -21,7 +21,7 @@ Format: TypeAlias = Literal["safetensors", "pt2", "onnx"]
 _SUFFIXES = {"safetensors": ".safetensors", "pt2": ".pt2", "onnx": ".onnx"}
 _SAMPLES = 64
 _TOLERANCE = 1e-4  # relative to the largest output, in float32
-_MARGIN = 1e-4  # distance of p from its threshold below which rounding decides
+_MARGIN = 1e-4  # rounding decides about a gate if p is closer than this to its threshold
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Exported:
     """Result of an export.
 
     Args:
-        files: The written files; the first one is the net.
+        files: The written files, starting with the net.
         difference: Largest difference from the masked net, relative to its largest output.
         run: Function that runs the net loaded from the file.
     """
@@ -56,16 +56,16 @@ def export(
 
     Args:
         net: The trained net with its gates.
-        made: Its plain form, from `plain_net`.
+        made: The net's plain form, from `plain_net`.
         format: `safetensors` (weights with their recipe, and a Python file that loads them without
             dg_lightning), `pt2` (a `torch.export` program) or `onnx`.
         output: The file to write. A missing suffix is added.
-        x: Inputs to compare on, random by default for a `GatedMLP`.
+        x: Inputs to compare on. For a `GatedMLP`, random inputs are used by default.
         preparation: How data becomes inputs (features, scaling, classes), stored in the file as
             JSON under `preparation`.
 
     Raises:
-        RuntimeError: If the outputs of the loaded net differ.
+        RuntimeError: If the outputs of the loaded net differ from those of the original.
         OSError: If the file cannot be written. An existing file is not changed.
     """
     if format not in _SUFFIXES:
@@ -76,11 +76,11 @@ def export(
     if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
         other = output.suffix.removeprefix(".")
         raise ValueError(
-            f"The suffix of {output} is not that of {format}: use --format {other}, or a file "
-            f"*{suffix}."
+            f"{output} has the wrong suffix for {format}: use --format {other}, or a file name "
+            f"that ends in {suffix}."
         )
     if output.is_dir():
-        raise ValueError(f"`output` must be a file, got a folder, {str(output)!r}: add a name.")
+        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
     output = output if output.suffix == suffix else output.with_name(output.name + suffix)
     companions = _companion_files(output, made) if format == "safetensors" else {}
     small = copy.deepcopy(made.net).cpu().float().eval()
@@ -102,9 +102,9 @@ def export(
         difference = _difference(_load_runner(format, unfinished), masked, x)
         if not difference < _TOLERANCE:
             raise RuntimeError(
-                f"{output} was not written: it differs from the trained net by {difference:.1e} of "
-                f"the largest output, more than {_TOLERANCE:.0e}. Please report this with the "
-                "checkpoint."
+                f"{output} was not written: its outputs differ by {difference:.1e} of the largest "
+                f"output of the trained net, more than {_TOLERANCE:.0e}. Please report this with "
+                "the checkpoint."
             )
     for path, text in companions.items():
         write_text(path, text)
@@ -118,14 +118,14 @@ def _difference(run: Callable[[Tensor], Tensor], masked: nn.Module, x: Tensor) -
 
 
 def _companion_files(output: Path, made: PlainNet) -> dict[Path, str]:
-    """Return the files to write next to the weights; never replace foreign ones."""
+    """Return the files to write next to the weights, but never replace unrelated files."""
     loader = Path(plain.__file__).read_text("utf-8")
     recipe = json.dumps({"format": 1, "steps": made.steps}, indent=2) + "\n"
     texts = {output.with_suffix(".recipe.json"): recipe, output.with_name("load_net.py"): loader}
     for path, text in texts.items():
         start = text.splitlines()[0]
         if path.exists() and not path.read_text("utf-8", "replace").startswith(start):
-            raise ValueError(f"{path} exists and was not exported: export to another folder.")
+            raise ValueError(f"{path} exists and is not an exported file: use another folder.")
     return texts
 
 
@@ -178,7 +178,7 @@ def _pt2(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) 
 
 
 def _onnx(net: nn.Sequential, made: PlainNet, path: Path, x: Tensor, extra: str) -> None:
-    # Silence warnings about operators of other packages.
+    # Silence warnings about operators in other packages.
     logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     program = torch.onnx.export(
         net,

@@ -1,4 +1,4 @@
-"""Triton kernels on packed rows (see `triton_engine.Packing`): products, activations, sums."""
+"""Triton kernels that compute on the packed rows of `triton_engine.Packing`."""
 
 import triton
 import triton.language as tl
@@ -63,7 +63,7 @@ def product(
     STRIP: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Multiply tiles of rows with the weights of their block: ``g act(x Wᵀ + b) value``.
+    """Multiply each tile of rows by its block's weights: ``g act(x Wᵀ + b) value``.
 
     Persistent programs share the tiles, because only the device knows how many there are.
     """
@@ -73,7 +73,7 @@ def product(
     across = tl.cdiv(width, COLUMNS)
     # Flattened, so that loads of the next tile overlap with stores of the current one.
     for job in tl.range(tl.program_id(0), tiles * across, tl.num_programs(0), flatten=True):
-        # Strips of a few tiles, so that concurrent programs share rows and weights.
+        # Work in strips of a few tiles, so that concurrent programs share rows and weights.
         strip = job // (STRIP * across)
         within = job % (STRIP * across)
         height = tl.minimum(tiles - strip * STRIP, STRIP)
@@ -81,7 +81,7 @@ def product(
         column = within // height
         block = tl.sum((end <= tile * ROWS).to(tl.int32), 0)
         r = tile * ROWS + tl.arange(0, ROWS)
-        # Padding rows read sample 0, and their result is never used.
+        # Padding rows read sample 0, but their results are never used.
         source = tl.maximum(tl.load(sample + r), 0) if GATHERS else r
         n = column * COLUMNS + tl.arange(0, COLUMNS)
         k = tl.arange(0, DEPTH)
@@ -97,7 +97,7 @@ def product(
             else:
                 a = tl.load(inputs, mask=start + k[None, :] < INNER, other=0.0)
             if USES_DESCRIPTOR:
-                # A matrix (outputs, inputs); a block is a range of its rows or columns.
+                # The matrix has shape (outputs, inputs), and a block is a range of rows or columns.
                 if BY_ROWS:
                     w = weight.load([block * width + column * COLUMNS, start]).T
                 else:
@@ -140,7 +140,7 @@ def activate(
     COLUMNS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Compute units from the products of each row: ``g act(raw) value``."""
+    """Compute each row's units from its products: ``g act(raw) value``."""
     b = tl.arange(0, BLOCKS)
     end = tl.load(ends + b, mask=b < blocks, other=2147483647)
     rows = tl.load(ends + blocks - 1)
@@ -162,7 +162,7 @@ def activate(
 
 @triton.jit
 def gather(x, sample, ends, out, blocks, width, x_stride, COLUMNS: tl.constexpr):
-    """Copy the sample of each row; fill padding rows with 0."""
+    """Copy each row's sample, and fill padding rows with 0."""
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.load(ends + blocks - 1)
     row = tl.program_id(0)
@@ -194,9 +194,9 @@ def activation_backward(
     COLUMNS: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Propagate a gradient through gate and activation in place, and to `value`.
+    """Propagate a gradient through gate and activation in place, and compute that of `value`.
 
-    With `SUMS`, also compute the gradient of each row's gate, the sum of units * gradient.
+    With `SUMS`, also compute the gradient of each row's gate: the sum of units * gradient.
     """
     b = tl.arange(0, BLOCKS)
     end = tl.load(ends + b, mask=b < blocks, other=2147483647)
@@ -234,7 +234,7 @@ def activation_backward(
 def sum_blocks(
     packed, ends, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC_DTYPE: tl.constexpr
 ):
-    """Sum the rows of each block; several programs each sum a share of them."""
+    """Sum the rows of each block, with several programs that each sum a share of the rows."""
     block = tl.program_id(0)
     part = tl.program_id(2)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -294,10 +294,10 @@ def decide(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Compute p and hard gates of a sample tile; count open samples per block.
+    """Compute p and hard gates for a tile of samples, and count the open gates per block.
 
     The float32 weight is split into two half-precision parts, which keeps at least 16 bits of its
-    mantissa. Sums are in float32.
+    mantissa. Sums are accumulated in float32.
     """
     tile = tl.program_id(0)
     n = tile * TILE + tl.arange(0, TILE)
@@ -353,9 +353,9 @@ def assign_rows(
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Replace counts by the first row of each sample tile; mark padding rows with -1.
+    """Replace counts by the first row of each sample tile, and mark padding rows with -1.
 
-    Runs as one program, because there are few counts. `TILES` is at least `tiles`.
+    It runs as one program, because there are few counts. `TILES` is at least `tiles`.
     """
     b = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.int32)

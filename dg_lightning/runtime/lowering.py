@@ -49,7 +49,7 @@ class Layer:
     Args:
         name: Name of the layer.
         layer: The layer.
-        usage: Fraction of samples that open each of its blocks.
+        usage: Fraction of samples that open each of the layer's blocks.
         min_usage: Blocks used less often are removed.
     """
 
@@ -64,12 +64,12 @@ class Layer:
         linear = layer if isinstance(layer, nn.Linear) else layer.linear
         self.linear = PrunableLinear(linear)
         self.removed = torch.zeros(len(self.linear.weight), dtype=torch.bool)
-        self.rare = self.removed.clone()  # units used less than `min_usage`
+        self.rare = self.removed.clone()  # units used less often than `min_usage`
         self.gate_maps: list[PrunableLinear] = []
         self.activation: nn.Module = nn.Identity()
         self.norm: nn.LayerNorm | None = None
         self.gate: Gate | None = None
-        self.value = torch.ones(len(self.removed))  # factor of a static gate
+        self.value = torch.ones(len(self.removed))  # static gate's factor for each unit
         if isinstance(layer, nn.Linear):
             return
         self.activation = layer.activation
@@ -119,7 +119,7 @@ class Layer:
         return units.flatten()
 
     def emit(self, recipe: "Recipe", after: "Layer", multiple: int) -> None:
-        """Append the pruned layer to the recipe, and prune the inputs of the next one."""
+        """Append the pruned layer to the recipe, and prune the inputs of the next layer."""
         kept = self.kept_units(multiple)
         if len(kept) < len(self.removed):
             recipe.units[self.name] = (len(self.removed), len(kept))
@@ -171,12 +171,12 @@ class Layer:
 
 
 class Inputs:
-    """Inputs of a net, with their gate and norm."""
+    """The inputs of a net, with their gate and norm."""
 
     def __init__(self, net: GatedMLP, first: Layer) -> None:
         self.first = first
         self.width = first.linear.weight.shape[1]
-        self.value = torch.ones(self.width)  # factor of the input gate
+        self.value = torch.ones(self.width)  # input gate's factor for each input
         self.norm: nn.LayerNorm | None = None
         gate = net.input_gate
         if gate is not None:
@@ -193,7 +193,7 @@ class Inputs:
             weight = consumer.weight
             consumer.weight = weight * self.value.to(weight.dtype)
             if isinstance(net.input_norm, nn.BatchNorm1d):
-                # A closed input is 0 before the norm, so only the shift remains after it.
+                # A closed input is 0 before the norm, so only the shift remains after the norm.
                 scale, shift = _batch_norm_affine(net.input_norm)
                 consumer.bias = consumer.bias + weight @ shift
                 consumer.weight = consumer.weight * scale
@@ -203,7 +203,9 @@ class Inputs:
         if self.norm is not None:
             if not (self.value == 1).all():
                 recipe.add("mask", {"mask": self.value.float()}, size=self.width)
-                recipe.notes.append("input_gate: all inputs are kept: a layer norm reads them.")
+                recipe.notes.append(
+                    "input_gate: all inputs are kept because a layer norm reads them."
+                )
             recipe.add_norm(self.norm)
             return
         read = torch.stack(
@@ -235,7 +237,7 @@ class Recipe:
         self.add("layer_norm", norm.state_dict(), normalized_shape=norm.normalized_shape[0])
 
     def build_net(self, like: Tensor) -> nn.Sequential:
-        """Build the net with the dtype and device of a tensor."""
+        """Build the net with the dtype and device of `like`."""
         net = build_plain(self.steps)
         net.to(torch.promote_types(like.dtype, torch.float32))
         for module, state in zip(net, self.states, strict=True):
@@ -243,14 +245,14 @@ class Recipe:
         for module in net.requires_grad_(False):
             parts = module.children() if isinstance(module, GatedStep) else [module]
             for part in parts:
-                # Gates compute in float32 or wider, whatever the dtype of the net.
+                # Gates compute in float32 or wider, regardless of the net's dtype.
                 decides = isinstance(module, GatedStep) and part is module.gate
                 part.to(like.device, None if decides else like.dtype)
         return net
 
 
 def static_value(gate: Gate) -> Tensor:
-    """Return a deployed static gate's factor for each unit, 0 if closed."""
+    """Return a static gate's factor for each unit at inference, 0 if the gate is closed."""
     h = torch.zeros(1, device=gate.temperature.device)  # ignored by static gates
     p = open_probability(gate.logits(h) / gate.temperature, gate.policy).detach()
     g = hard_gate(p, gate.threshold, gate.k, gate._floor)
@@ -258,7 +260,7 @@ def static_value(gate: Gate) -> Tensor:
 
 
 def _round_up_indices(wanted: Tensor, multiple: int) -> Tensor:
-    """Return the wanted indices, padded with others to a multiple, at least one."""
+    """Return the wanted indices (at least one), padded with others to a multiple."""
     count = max(int(wanted.sum()), 1)
     count = min(-(-count // multiple) * multiple, len(wanted))
     order = (~wanted).int().argsort(stable=True)
@@ -285,8 +287,8 @@ class PlainNet:
 
     Args:
         net: The net, made of plain layers.
-        steps: Its recipe, see `plain.build_plain`.
-        units: Numbers of inputs and of units per layer, before and after.
+        steps: The recipe that describes the net, see `plain.build_plain`.
+        units: Numbers of units before and after, by layer name, and of inputs under `inputs`.
         notes: Remarks, such as why units could not be removed.
     """
 
@@ -305,7 +307,7 @@ def plain_net(
     selects_inputs: bool = True,
     multiple: int = 1,
 ) -> PlainNet:
-    """Return a smaller net of plain layers with the same function as a `GatedMLP`.
+    """Return a smaller net of plain layers that computes the same function as a `GatedMLP`.
 
     Args:
         net: The net.
@@ -314,7 +316,7 @@ def plain_net(
         min_usage: Blocks used less often are removed, which changes the function.
         selects_inputs: Whether to drop unused inputs before the first layer. Otherwise their
             weights are 0, which is faster if selecting takes longer than multiplying.
-        multiple: Number whose multiples widths are rounded up to, by keeping some idle units.
+        multiple: Round widths up to a multiple of this number by keeping some idle units.
 
     Raises:
         TypeError: If the net is not a `GatedMLP`.
@@ -332,11 +334,11 @@ def plain_net(
     usage = usage or {}
     names = [f"hidden.{i}" for i, layer in enumerate(net.layers())]
     if unknown := sorted(set(usage) - set(names)):
-        raise ValueError(f"`usage` names {unknown[0]!r}: use {', '.join(names)}.")
+        raise ValueError(f"`usage` has the unknown layer {unknown[0]!r}: use {', '.join(names)}.")
     if not 0 <= min_usage <= 1 or (min_usage and not usage):
         raise ValueError(
             f"`min_usage` must be in [0, 1] and needs `usage` (see `block_usage`), got {min_usage} "
-            f"and usage of {len(usage)} layers."
+            f"and usage for {len(usage)} layers."
         )
     if multiple < 1:
         raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
@@ -356,7 +358,7 @@ def plain_net(
 
 
 def _remove_idle_units(stack: list[Layer]) -> None:
-    """Mark unused and constant units; fold constants and gates into the next layer."""
+    """Mark unused and constant units, and fold constants and gates into the next layer."""
     pairs = list(pairwise(stack))
     for layer, after in reversed(pairs):
         for consumer in after.consumers:
@@ -381,7 +383,7 @@ def _remove_idle_units(stack: list[Layer]) -> None:
 FREEZE_USAGE = 0.05  # blocks open for at least this share of samples stay open when frozen
 MAX_ACCURACY_DROP = 0.01  # largest drop in accuracy for which gates are frozen automatically
 _NOISE = 1.03  # timings within this factor count as equal
-_REMOVE_NOTHING = 2**31  # as `multiple`: rounds every width up to its full size
+_REMOVE_NOTHING = 2**31  # value of `multiple` that rounds every width up to its full size
 _VARIANTS: dict[str, dict[str, Any]] = {
     "as small as can be": {},
     "widths rounded to 16": {"multiple": 16},
@@ -394,7 +396,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def fastest_plain_net(
     net: GatedMLP, batch_sizes: Sequence[int] = (1, 32, 1024), **options: Any
 ) -> PlainNet:
-    """Return the plain net with the best geometric-mean time over batch sizes.
+    """Return the plain net with the shortest geometric-mean time over batch sizes.
 
     Args:
         net: The net.
@@ -419,7 +421,7 @@ def fastest_plain_net(
 
 
 def without_gates(net: GatedMLP) -> GatedMLP:
-    """Return a copy of the net without gates, as the dense baseline."""
+    """Return a copy of the net without gates, to use as the dense baseline."""
     dense = copy.deepcopy(net)
     dense.input_gate = None
     for layer in dense.layers():
@@ -440,7 +442,7 @@ def freeze_if_faster(
     Args:
         net: The net.
         data: Function that returns batches of inputs and labels, to measure usage and the accuracy
-            lost by freezing. It is called twice.
+            lost by freezing. The function is called twice.
         batch_sizes: The batch sizes to measure.
         max_accuracy_drop: Maximum drop in accuracy on this data (R² in regression).
 
@@ -459,7 +461,7 @@ def freeze_if_faster(
     reason = f"Input-dependent gates run at {gains} times the dense speed at batch sizes {sizes}."
     gates = [layer.gate for layer in net.layers() if layer.gate is not None]
     if any(gate.input_dependent and gate.scale is not None for gate in gates):
-        made.notes.append(f"{reason} They are kept: they scale units by p, which varies.")
+        made.notes.append(f"{reason} They are kept, because they scale units by p, which varies.")
         return net, made
     frozen = freeze_gates(net, block_usage(net, (x for x, _ in data())))
     small = fastest_plain_net(frozen, batch_sizes)
@@ -485,7 +487,7 @@ def _measure(nets: Mapping[str, Any], size: int, net: GatedMLP) -> dict[str, flo
 def scores(
     runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[str, list[float]]:
-    """Return a metric's name and values: accuracy, or R² for one output."""
+    """Return a metric's name and its value for each run: accuracy, or R² for one output."""
     wanted, given = [], []
     for x, target in data:
         wanted.append(target)
@@ -510,8 +512,8 @@ def freeze_gates(
     Args:
         net: The net.
         usage: Fraction of samples that open each block, by hidden layer, see `block_usage`.
-        least: Blocks used at least this often stay open, and the others are closed. As many of the
-            most used blocks stay open as the gate's floor or k requires.
+        least: Blocks used at least this often stay open, and the others are closed. If the
+            gate's floor or k requires more open blocks, the most used ones stay open too.
 
     Raises:
         TypeError: If the input gate is dynamic, or a gate scales units by a varying p.
@@ -525,7 +527,7 @@ def freeze_gates(
             continue
         name = f"hidden.{index}"
         if gate.scale is not None:
-            raise TypeError(f"{name}: its gate scales units by p, which a frozen gate cannot do.")
+            raise TypeError(f"{name}: the gate scales units by p, which a frozen gate cannot do.")
         shares = usage.get(name)
         if shares is None or len(shares) != gate.blocks:
             raise ValueError(
@@ -548,7 +550,7 @@ def block_usage(net: GatedMLP, batches: Iterable[Tensor]) -> dict[str, Tensor]:
 
     Args:
         net: The net.
-        batches: Inputs.
+        batches: Batches of inputs.
 
     Returns:
         The fraction of samples that open each block, by hidden layer name.

@@ -83,14 +83,14 @@ class GatedStep(nn.Module):
         self.gate = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
 
     def probability(self, x: Tensor) -> Tensor:
-        """Return p of each gate, in the precision of the gate's weights."""
+        """Return each gate's p, in the precision of the gate's weights."""
         z = x.to(self.gate[0].weight.dtype)  # type: ignore[arg-type]
         for index, layer in enumerate(self.gate):
             z = layer(torch.relu(z) if index and self.relu else z)
         return torch.sigmoid(z / self.temperature - self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the units; those of closed gates are 0."""
+        """Return the units, which are 0 where gates are closed."""
         p = self.probability(x)
         is_open = p > self.threshold if self.k is None else torch.zeros_like(p, dtype=torch.bool)
         least = max(self.k or 0, self.floor)
@@ -106,7 +106,7 @@ class GatedStep(nn.Module):
 
 
 def _top_k_mask(p: Tensor, count: int) -> Tensor:
-    """Return a mask of the largest entries; ties are resolved by index."""
+    """Return a mask of the largest entries, with ties resolved by index."""
     last = p.topk(count, dim=-1).values[:, -1:]
     above, tied = p > last, p == last
     missing = count - above.sum(-1, keepdim=True)
@@ -126,15 +126,15 @@ _STEPS: dict[str, Any] = {
 
 
 def build_plain(steps: list[dict[str, Any]]) -> nn.Sequential:
-    """Build the net of a recipe, without its weights."""
+    """Build the net that a recipe describes, without loading weights."""
     made = [dict(step) for step in steps]
     return nn.Sequential(*(_STEPS[step.pop("kind")](**step) for step in made)).eval()
 
 
 def load(path: str) -> nn.Sequential:
-    """Load a net from a safetensors file with its recipe in the header.
+    """Load a net from a safetensors file with a recipe in its header.
 
-    `net.preparation` describes how data becomes inputs: features, scaling, class names.
+    `net.preparation` describes how data becomes inputs: features, scaling and class names.
     """
     from safetensors import safe_open
 

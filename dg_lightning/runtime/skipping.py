@@ -18,30 +18,31 @@ from dg_lightning.runtime.timing import seconds_on_gpu, shortest_seconds
 
 Engine: TypeAlias = Literal["auto", "masked", "blocks", "rows", "triton"]
 
-_REMEASURE_AFTER = 1000  # uses, because open rates change during training
-_MAX_ROWS_BATCH = 4  # largest batch for the engine `rows`
+_REMEASURE_AFTER = 1000  # number of uses; open rates change during training
+_MAX_ROWS_BATCH = 4  # largest batch for the `rows` engine
 _ENGINES = {"dense": dense, "blocks": run_blocks, "rows": run_open_rows}
 
 
 def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
     """Make every `GatedFeedForward` and `GatedMLP` of a model skip closed blocks.
 
-    Outputs stay the same up to rounding. So do gradients of gates that scale (`scale:
+    Outputs stay the same up to rounding, and so do the gradients of gates that scale units (`scale:
     probability`). Other gates get no gradient from the blocks that they close, so `auto` computes
-    all blocks while they are trained. A compiled model computes all blocks, as before.
+    all blocks while these gates are trained. A compiled model computes all blocks, as before.
 
     Blocks in a hidden layer of a `GatedMLP` are skipped only if no norm or active dropout follows
-    its linear layer, and the gate of the next layer does not depend on the input. Such a gate
-    would read all hidden units.
+    its linear layer, and the gate of the next layer does not depend on the input. An
+    input-dependent gate would read all hidden units.
 
     Args:
         model: The model.
-        engine: `auto` measures which engine is fastest for each layer and batch size, including
-            `dense` (all blocks, gradients as with skipping). `masked` computes all blocks again,
-            and closed gates get gradients. `blocks` multiplies each block with the samples that
-            open it. `rows` reads only the weights of open units, sample by sample, for a few
-            samples on a CPU (`blocks` if gradients are needed). `triton` uses CUDA kernels.
-            Engines round differently: name one if training must be bitwise reproducible.
+        engine: `auto` measures which engine is fastest for each layer and batch size. It also
+            tries `dense`, which computes all blocks but gives closed gates no gradient. `masked`
+            stops skipping: all blocks are computed, and closed gates get gradients. `blocks`
+            computes each block for the samples that open it. `rows` reads only the weights of open
+            units, sample by sample. It is meant for a few samples on a CPU, and falls back to
+            `blocks` if gradients are needed. `triton` uses CUDA kernels. Engines round differently,
+            so name one if training must be bitwise reproducible.
 
     >>> layer = GatedFeedForward(8, 32, gate={"kind": "dynamic", "block_size": 8})
     >>> skip_closed_blocks(layer, "blocks")
@@ -70,7 +71,7 @@ def skip_closed_blocks(model: nn.Module, engine: Engine = "auto") -> None:
 def lay_out_by_unit(model: nn.Module) -> None:
     """Store each gated unit's outgoing weights contiguously, for inference on a CPU.
 
-    Values and shapes do not change. The engine `rows` then reads contiguous memory.
+    Values and shapes do not change. The `rows` engine then reads contiguous memory.
 
     >>> layer = GatedFeedForward(8, 32)
     >>> lay_out_by_unit(layer)
@@ -92,8 +93,8 @@ class Runner:
     """Runs the open blocks of gated feed-forwards with the fastest engine.
 
     Args:
-        engine: `auto` measures engines for each layer and batch size, and again from time to time,
-            because open rates change. Otherwise, the name of the engine to use.
+        engine: Name of the engine to use. `auto` measures engines for each layer and batch size,
+            and measures again from time to time, because open rates change.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -142,11 +143,11 @@ class Runner:
             return "blocks" if self.engine == "rows" and needs_grad else self.engine
         few = len(x) <= _MAX_ROWS_BATCH
         key = (len(x).bit_length(), few, x.dtype, x.device, needs_grad, net.fc1[0].shape)
-        # Per layer, because one may open all blocks while another closes most.
+        # Measured per layer, because one may open all blocks while another closes most.
         known = self._fastest.setdefault(layer_id, {})
         if not needs_grad:
-            # Only an evaluation requests a new measurement: activation checkpointing repeats a
-            # training pass, which must use the same engine both times.
+            # Only evaluation requests new measurements. Activation checkpointing runs a training
+            # pass twice, and both runs must use the same engine.
             for old in known.values():
                 old.outdated = old.outdated or old.uses >= _REMEASURE_AFTER
         found = known.get(key)
@@ -186,7 +187,7 @@ class FeedForwardSkipper:
         return out.view(*h.shape[:-1], out.shape[-1])
 
     def _applies(self, layer: GatedFeedForward, gate: Gate) -> bool:
-        own = vars(gate).get("hooks")  # hooks of `add_gates`
+        own = vars(gate).get("hooks")  # hooks that `add_gates` installed
         parts = gate, layer.fc1, layer.fc1_gate, layer.activation, layer.fc2
         modules = [part for part in parts if isinstance(part, nn.Module)]
         return (
@@ -198,7 +199,7 @@ class FeedForwardSkipper:
 
 
 class MLPSkipper:
-    """Computes the open blocks of the hidden layers of a `GatedMLP`.
+    """Computes the open blocks in the hidden layers of a `GatedMLP`.
 
     Args:
         runner: Runs the open blocks.
@@ -235,7 +236,7 @@ class MLPSkipper:
             if not isinstance(after, GatedLinear) or not _runs_as(after, GatedLinear):
                 return False
             if after.gate is not None and after.gate.input_dependent:
-                return False  # it reads all hidden units
+                return False  # that gate reads all hidden units
             following = [after, after.linear]
         return (
             isinstance(gate, Gate)
@@ -285,12 +286,12 @@ def run_gated(engine: str, x: Tensor, gate: Gate, net: FeedForward) -> Tensor:
 
 def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None) -> Tensor:
     if not x.is_cuda:
-        raise ValueError(f"The engine 'triton' needs a CUDA device, got {x.device}: use 'auto'.")
+        raise ValueError(f"The 'triton' engine needs a CUDA device, got {x.device}: use 'auto'.")
     try:
         from dg_lightning.runtime.triton_engine import decide_by_kernel, run_triton
     except ImportError as error:
         raise ModuleNotFoundError(
-            "The engine 'triton' needs Triton, which comes with torch for CUDA: use 'auto'."
+            "The 'triton' engine needs Triton, which is installed with torch for CUDA: use 'auto'."
         ) from error
     packing = decide_by_kernel(gate, x) if g is None else None
     if packing is not None:

@@ -36,17 +36,16 @@ def median_seconds(
 
 
 def shortest_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the shorter time per call of two measurements, after a warm-up call."""
+    """Return the shorter of two measured times per call, after a warm-up call."""
     run()
     calls = _QUEUED if device.type == "cuda" else 1
     return min(_seconds(run, calls, device) for _ in range(2))
 
 
 def seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call on the GPU alone, after a warm-up call.
+    """Return the time that a call takes on the GPU, after a warm-up call.
 
-    Other work keeps the GPU busy while the call is launched, so launches take no time, as in a CUDA
-    graph.
+    Other work keeps the GPU busy during the launches, so they add no time, as in a CUDA graph.
     """
     run()
     busy = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)

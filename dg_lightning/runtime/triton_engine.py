@@ -16,11 +16,11 @@ from dg_lightning.runtime import kernels
 from dg_lightning.runtime.engines import FeedForward, Operands, check_no_double_backward
 
 ROWS = 128  # rows per tile
-_MAX_MEMORY_SHARE = 1 / 8  # share of device memory for packed rows
+_MAX_MEMORY_SHARE = 1 / 8  # maximum share of device memory for packed rows
 
 
 def descriptor(weight: Tensor, columns: int, depth: int) -> tuple[Any, bool]:
-    """Return a descriptor of the weight matrix, and whether blocks are rows."""
+    """Return a descriptor of the weight matrix, and whether each block is a range of rows."""
     blocks, width, inner = weight.shape
     block_stride, output_stride, input_stride = weight.stride()
     if input_stride != 1 or output_stride * weight.element_size() % 16 or weight.data_ptr() % 16:
@@ -62,7 +62,7 @@ def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.dev
 
 
 def most_rows(samples: int, blocks: int) -> int:
-    """Return the number of rows if all pairs are open, with padding for each block."""
+    """Return the number of rows if all pairs are open, including padding for each block."""
     return (samples * blocks // ROWS + blocks) * ROWS
 
 
@@ -87,14 +87,14 @@ _STRIP = 8  # tiles per strip
 
 
 class Packing:
-    """Row indices of the open (sample, block) pairs, with products and sums of packed rows.
+    """Packs open (sample, block) pairs into rows, and computes products and sums of rows.
 
-    If rows for all pairs fit in memory, the host does not need to know how many are open. It then
+    If rows for all pairs fit in memory, the host does not need to know how many are open. Then it
     never waits for the device, and the computation can be captured in a CUDA graph.
 
     Args:
         gate: The gates, ``(samples, blocks)``, nonzero if open.
-        counts: Number of open samples by sample tile and block, if already known.
+        counts: Number of open pairs by sample tile and block, if already known.
     """
 
     def __init__(self, gate: Tensor, counts: Tensor | None = None) -> None:
@@ -158,7 +158,7 @@ class Packing:
         return cls(g, counts)
 
     def fit_to_memory(self, row_bytes: int) -> None:
-        """Read the exact number of rows if the worst case does not fit."""
+        """Read the exact number of rows if the worst case does not fit in memory."""
         if not worst_case_fits(self.samples, self.blocks, row_bytes, self.device):
             self.rows = max(int(self.ends[-1]), ROWS)
 
@@ -173,16 +173,16 @@ class Packing:
         gate: Tensor | None = None,
         value: Tensor | None = None,
     ) -> Tensor:
-        """Multiply each row with the weights of its block.
+        """Multiply each row by the weights of its block.
 
         Args:
             x: Rows, or samples if `gathers`.
-            weight: Weights of each block, ``(blocks, outputs, inputs)``, any strides.
+            weight: Weights of each block, ``(blocks, outputs, inputs)``, with any strides.
             bias: Bias of each block, ``(blocks, outputs)``.
-            gathers: Whether each row reads its sample of `x`.
+            gathers: Whether `x` holds samples, from which each row reads its own.
             activation: Activation applied to the product.
             gate: Factors of the activated product, ``(samples, blocks)``.
-            value: Further factors of the activated product, in rows.
+            value: Further factors of the activated product, as packed rows.
         """
         _, width, inner = weight.shape
         columns, depth, warps, stages, has_descriptors = tile_sizes(x.device, x.dtype)
@@ -229,7 +229,7 @@ class Packing:
         return out
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the sample of each row; padding rows are 0."""
+        """Return each row's sample, with 0 in padding rows."""
         width = x.shape[1]
         columns = min(power_of_2(width, 16), 2048)
         out = x.new_empty(self.rows, width)
@@ -242,10 +242,10 @@ class Packing:
     def outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``leftᵀ right`` over the rows of each block, ``(blocks, left, right)``.
 
-        Padding must be 0 on one side.
+        Padding rows must be 0 in `left` or `right`.
         """
         grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # since torch 2.10
-        aligned = left.shape[1] % 8 == right.shape[1] % 8 == 0  # to 16 bytes, as it requires
+        aligned = left.shape[1] % 8 == right.shape[1] % 8 == 0  # to 16 bytes
         if grouped_mm is not None and left.is_cuda and left.dtype == torch.bfloat16 and aligned:
             out: Tensor = grouped_mm(left.t(), right, offs=self.ends)
             return out
@@ -253,7 +253,7 @@ class Packing:
         return torch.stack([left[a:b].t() @ right[a:b] for a, b in pairwise(starts)])
 
     def sum_blocks(self, packed: Tensor) -> Tensor:
-        """Return the sum of each block's rows, ``(blocks, width)``; padding must be 0."""
+        """Return the sum of each block's rows, ``(blocks, width)``. Padding rows must be 0."""
         width = packed.shape[1]
         parts = 8
         wide = at_least_float32(packed.dtype)
@@ -286,7 +286,7 @@ class Packing:
     ) -> Tensor:
         """Compute units from products.
 
-        With GELU, a product kernel that stored both was six times as slow.
+        With GELU, a product kernel that stored both products and units took six times as long.
         """
         out = torch.empty_like(raw)
         kernels.activate[self._by_row](
@@ -330,7 +330,7 @@ class Packing:
         """Propagate a gradient through gate and activation, in place.
 
         Returns:
-            The gradient of the gate, ``(samples, blocks)``, if `wants_gate`, and that of `value`.
+            The gradients of the gate, ``(samples, blocks)``, if `wants_gate`, and of `value`.
         """
         shape = (self.samples, self.blocks) if wants_gate else (1,)
         grad_gate = raw.new_zeros(shape, dtype=at_least_float32(raw.dtype))
@@ -401,8 +401,8 @@ def activation_name(activation: Any) -> str:
     name = names.get(type(activation))
     if name is None or getattr(activation, "approximate", "none") != "none":
         raise ValueError(
-            f"The engine 'triton' supports the activations {', '.join(names.values())}, got "
-            f"{activation}: use engine='blocks'."
+            f"The 'triton' engine does not support the activation {activation}, only "
+            f"{', '.join(names.values())}: use engine='blocks'."
         )
     return name
 
@@ -437,7 +437,7 @@ def _forward(
 
 
 def _by_block(fc2: Tensor, block: int) -> Tensor:
-    """Return the second weights as ``(blocks, outputs, units)``."""
+    """Return the weight of `fc2` as ``(blocks, outputs, units)``."""
     by_block: Tensor = fc2.unflatten(1, (-1, block)).transpose(0, 1)
     return by_block
 
@@ -499,7 +499,7 @@ class _GatedFeedForward(torch.autograd.Function):
 
 
 def _grad_w2(packing: Packing, grad_rows: Tensor, hidden: Tensor, fc2: Tensor) -> Tensor:
-    """Return the gradient of the second weight, in the memory layout of the weight."""
+    """Return the gradient of the weight of `fc2`, in the same memory layout."""
     if fc2.stride(0) == 1:  # stored by unit
         return packing.outer(hidden, grad_rows).flatten(0, 1).t()
     return packing.outer(grad_rows, hidden).transpose(0, 1).flatten(1)

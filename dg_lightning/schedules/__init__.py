@@ -1,4 +1,4 @@
-"""Schedules: values as functions of the optimizer step, and the plan of a training run."""
+"""Schedules define values at each optimizer step. Together they form a training plan."""
 
 from .schedule import (
     Clock,

@@ -1,7 +1,7 @@
-"""Schedules: immutable descriptions of a value as a function of the optimizer step.
+"""Immutable schedules, which define a value at each optimizer step.
 
-A duration is a number of optimizer steps, or text (``"30%"``, ``"3 epochs"``, ``"600 steps"``). It
-is resolved against a `Clock` once, when training starts.
+A duration is a number of optimizer steps, or text such as ``"30%"``, ``"3 epochs"`` or
+``"600 steps"``. When training starts, a `Clock` converts durations to optimizer steps.
 """
 
 import math
@@ -33,10 +33,10 @@ class Clock:
     """Length of a training run in optimizer steps.
 
     Args:
-        total_steps: Optimizer steps of the whole run; None if it has no known end.
+        total_steps: Optimizer steps in the whole run; None if its end is unknown.
         steps_per_epoch: Optimizer steps per epoch; None if the data has no length.
-        assumed: Whether both assume that every optimizer steps once per batch, as is done for
-            manual optimization.
+        assumed: Whether these numbers assume that every optimizer steps once per batch, which is
+            the default for manual optimization.
 
     >>> Clock(1000, 100).steps("3 epochs"), Clock(1000).steps(0.25), Clock(1000).steps(40)
     (300, 250, 40)
@@ -48,7 +48,7 @@ class Clock:
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> "Clock":
-        """Create the clock of a Trainer at the start of `fit`."""
+        """Create a clock from a Trainer at the start of `fit`."""
         estimated = trainer.estimated_stepping_batches
         total = int(estimated) if 0 < estimated < math.inf else None
         batches = trainer.num_training_batches
@@ -58,7 +58,7 @@ class Clock:
         module = getattr(trainer, "lightning_module", None)
         if module is None or module.automatic_optimization:
             return cls(total, per_epoch)
-        # Lightning counts the steps of every optimizer, but estimates one per batch.
+        # Lightning counts the steps of every optimizer, but its estimate is one step per batch.
         optimizers = max(1, len(trainer.optimizers))
         assumed = trainer.max_steps == -1
         if assumed and total is not None:
@@ -66,7 +66,7 @@ class Clock:
         return cls(total, per_epoch and per_epoch * optimizers, assumed)
 
     def steps(self, duration: Duration, name: str = "duration") -> int:
-        """Return a duration in optimizer steps; error messages call it `name`."""
+        """Convert a duration to optimizer steps. Error messages refer to it as `name`."""
         _check_duration(name, duration)
         if isinstance(duration, int):
             return duration
@@ -76,21 +76,23 @@ class Clock:
         length = self.total_steps if unit == "training" else self.steps_per_epoch
         if length is None:
             raise ValueError(
-                f"`{name}` is {duration!r}, but {_UNKNOWN[unit]}: give it in steps ('600 steps')"
-                + (", or set `max_steps` of the Trainer." if unit == "training" else ".")
+                f"`{name}` is {duration!r}, but {_UNKNOWN[unit]}: set it in steps ('600 steps')"
+                + (", or set the Trainer's `max_steps`." if unit == "training" else ".")
             )
         if self.assumed:
             rank_zero_info(
                 f"`{name}: {duration}` assumes that every optimizer steps once per batch, "
                 f"{self.total_steps or 'any number of'} steps in total. If `training_step` steps "
-                "less often, set `max_steps` of the Trainer to the number of optimizer steps."
+                "less often, set the Trainer's `max_steps` to the number of optimizer steps."
             )
         return round(number * length)
 
     def end_of_epoch(self, step: int) -> int:
-        """Return the number of steps at the end of the epoch that contains `step`."""
+        """Return the step at which the epoch that contains `step` ends."""
         if self.steps_per_epoch is None:
-            raise ValueError("`staircase: epoch` needs data with a length: leave out `staircase`.")
+            raise ValueError(
+                "`staircase: epoch` needs data with a known length: remove `staircase`."
+            )
         return (step // self.steps_per_epoch + 1) * self.steps_per_epoch
 
 
@@ -117,7 +119,7 @@ def _check_duration(name: str, duration: Duration) -> None:
 
 
 def _parse(duration: float | str) -> tuple[float, Literal["step", "epoch", "training"]]:
-    """Return the number and the unit of a duration; the number is -1 for invalid text."""
+    """Return the number and the unit of a duration, or -1 as the number for invalid text."""
     if not isinstance(duration, str):
         return duration, "training"
     match = _WORDS.fullmatch(duration)
@@ -135,14 +137,14 @@ class Schedule:
 
     Args:
         start: Value at `begin`.
-        end: Value from `until` on.
+        end: Value from `until` onwards.
         shape: Curve between `start` and `end`. `quadratic` starts slowly, `exponential` changes by
-            a constant factor per step, `step` jumps to `end` at `begin`.
-        begin: Start of the change, i.e. the length of the warmup.
-        until: End of the change; ignored by `step`.
-        before: Value during the warmup; None means `start`.
-        staircase: `epoch` holds the end-of-epoch value through each epoch, as in algorithm 1 of
-            the paper.
+            a constant factor per step, and `step` jumps to `end` at `begin`.
+        begin: When the change starts, which is also the length of the warmup.
+        until: When the change ends. The shape `step` ignores this.
+        before: Value during the warmup. None means `start`.
+        staircase: `epoch` keeps the value constant within each epoch, at the value that the epoch
+            ends with, as in algorithm 1 of the paper.
 
     >>> ramp = Schedule(0.0, 1.0, begin="2 epochs", until="100%", staircase="epoch")
     >>> [ramp.resolve(Clock(50, 10))(step) for step in (0, 10, 20, 30, 49)]
@@ -161,14 +163,14 @@ class Schedule:
         check_fields(self)
         if self.shape == "exponential" and not self.start * self.end > 0:
             raise ValueError(
-                "An exponential schedule needs `start` and `end` of the same sign, not 0, got "
+                "An exponential schedule needs a nonzero `start` and `end` with the same sign, got "
                 f"{self.start} and {self.end}: start from a small value, and set `before: 0`."
             )
         check_duration("begin", self.begin)
         check_duration("until", self.until)
 
     def resolve(self, clock: Clock) -> ValueAt:
-        """Return the value as a function of the optimizer step."""
+        """Return a function that maps optimizer steps to values."""
         if self.start == self.end and self.before in (None, self.start):
             return ScheduledValue(self, clock, 0, 0)  # a constant needs no clock
         begin, until = clock.steps(self.begin, "begin"), 0
@@ -176,13 +178,13 @@ class Schedule:
             until = clock.steps(self.until, "until")
             if until < begin:
                 raise ValueError(
-                    f"`until` must not be before `begin`, got {self.begin!r} (step {begin}) as "
-                    f"`begin` and {self.until!r} (step {until}) as `until`."
+                    f"`until` must not be before `begin`, got {self.until!r} (step {until}) as "
+                    f"`until` and {self.begin!r} (step {begin}) as `begin`."
                 )
         return ScheduledValue(self, clock, begin, until)
 
     def interpolate(self, progress: float) -> float:
-        """Return the value after a fraction `progress` of the change."""
+        """Return the value when a fraction `progress` of the change is complete."""
         if self.shape == "exponential":
             return float(self.start * (self.end / self.start) ** progress)
         if self.shape == "cosine":
@@ -194,7 +196,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduledValue:
-    """A schedule resolved to optimizer steps."""
+    """A schedule whose durations were converted to optimizer steps."""
 
     schedule: Schedule
     clock: Clock
@@ -207,7 +209,7 @@ class ScheduledValue:
         if self.begin == self.until == 0:
             return schedule.end
         in_warmup = step < self.begin
-        if schedule.staircase is not None:  # the warmup includes the epoch that it ends with
+        if schedule.staircase is not None:  # the warmup includes the epoch in which it ends
             step = self.clock.end_of_epoch(step)
             in_warmup = step <= self.begin
         if in_warmup:
@@ -218,7 +220,7 @@ class ScheduledValue:
 
 
 def as_schedule(name: str, value: "float | Schedule | dict[str, Any]") -> Schedule:
-    """Convert a schedule, a dict of its arguments, or a constant to a `Schedule`.
+    """Convert a constant, or a dict of arguments, to a `Schedule`.
 
     >>> as_schedule("weight", 0.5).resolve(Clock(10))(3)
     0.5
@@ -234,9 +236,9 @@ class Phase:
 
     Args:
         keep: Fraction of gates to keep open, for a `GatePenalty` whose `target` is null.
-        threshold: θ.
-        weight_factor: Multiplier of the weight of every penalty on the gates.
-        begin: Start of the phase; 0 for the first one.
+        threshold: The threshold θ during the phase.
+        weight_factor: Factor by which the weight of every penalty on the gates is multiplied.
+        begin: When the phase starts. It must be 0 for the first phase.
     """
 
     keep: float
@@ -260,7 +262,7 @@ class JoinedPhases:
     """A value that is constant in each phase, with cosine transitions between phases.
 
     Args:
-        values: The value of each phase.
+        values: The value for each phase.
         starts: The step at which each phase starts.
         width: Length of a transition in steps, from the start of the new phase.
 
@@ -280,7 +282,7 @@ class JoinedPhases:
             if step < start:
                 break
             progress = min(1.0, (step - start) / self.width) if self.width else 1.0
-            # If the previous transition is unfinished, start from the value that it has reached.
+            # If the previous transition is unfinished, start from the value it has reached.
             value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
         return value
 
@@ -288,7 +290,7 @@ class JoinedPhases:
 Quantity: TypeAlias = Literal["temperature", "threshold", "keep", "weight", "factor", "budget"]
 
 _SUDDEN = 0.05  # fraction of training in which a drop counts as sudden
-_JUMP = 0.01  # fraction of training in which a change by a quarter of the range counts as a jump
+_JUMP = 0.01  # fraction of training in which a change of a quarter of the range is a jump
 _LOW_TEMPERATURE = 0.5
 _HIGH_THRESHOLD = 0.9
 _TOUCHING = 0.02
@@ -296,13 +298,13 @@ _TOUCHING = 0.02
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over the optimizer steps.
+    """A quantity that changes over the optimizer steps, such as a temperature.
 
     Args:
-        quantity: The quantity.
+        quantity: Which quantity this is.
         label: Display name.
-        value_at: Value as a function of the step.
-        gates: Names of the gates it applies to.
+        value_at: Function that maps an optimizer step to the value.
+        gates: Names of the gates that the quantity applies to.
     """
 
     quantity: Quantity
@@ -311,8 +313,8 @@ class Curve:
     gates: tuple[str, ...]
 
     def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
-        """Return evenly spaced steps from first to last, and the values at them."""
-        assert clock.total_steps is not None  # a run without a known end has no plan
+        """Return evenly spaced steps from the first to the last, and the value at each of them."""
+        assert clock.total_steps is not None  # a run whose end is unknown has no plan
         points = min(points, clock.total_steps)
         last = clock.total_steps - 1
         steps = [round(i * last / max(points - 1, 1)) for i in range(points)]
@@ -326,7 +328,7 @@ def collect_plan(callbacks: Iterable[Any], clock: Clock, module: nn.Module) -> l
 
 
 def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Warn of risks in a Trainer's plan, once: from the first callback with a plan."""
+    """Warn about risks in a Trainer's plan. Only the first callback with a plan warns."""
     planning = [other for other in trainer.callbacks if hasattr(other, "plan")]
     if planning[0] is not callback or trainer.fast_dev_run:
         return
@@ -338,7 +340,7 @@ def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
 
 
 def find_risks(curves: Sequence[Curve], clock: Clock, module: nn.Module) -> list[str]:
-    """Return one line for each setting of a plan that makes gate collapse likely."""
+    """Return one line for each setting in a plan that makes gate collapse likely."""
     temperatures, thresholds, keeps, weights, factors = (
         [curve for curve in curves if curve.quantity == quantity]
         for quantity in ("temperature", "threshold", "keep", "weight", "factor")
@@ -372,7 +374,7 @@ def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
     if values[0] < _LOW_TEMPERATURE:
         return (
             f"τ starts at {values[0]:.3g}, below {_LOW_TEMPERATURE}: the sigmoid saturates and "
-            "gates learn little; start between 1 and 2 and cool slowly."
+            "gates learn little. Start between 1 and 2, and cool slowly."
         )
     window = max(1, round(_SUDDEN * len(steps)))
     for index in range(len(steps) - 1):
@@ -381,7 +383,7 @@ def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
             return (
                 f"τ drops from {values[index]:.3g} to {values[later]:.3g} between step "
                 f"{steps[index]} and {steps[later]}: a sudden drop below {_LOW_TEMPERATURE} can "
-                "make gates collapse; cool more slowly, or stay above it."
+                "make gates collapse. Cool more slowly, or stay above this value."
             )
     return None
 
@@ -392,7 +394,7 @@ def _high_threshold(curve: Curve, clock: Clock) -> str | None:
         if value > _HIGH_THRESHOLD:
             return (
                 f"θ rises above {_HIGH_THRESHOLD} (to {max(values):.3g}, from step {step} on): few "
-                "gates have such a high p, and all others close; keep it at 0.8 or below."
+                "gates have such a high p, and all others close. Keep θ at 0.8 or below."
             )
     return None
 
@@ -405,7 +407,7 @@ def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | N
         at = -1 if touching[-1] else touching.index(True)
         return (
             f"{keep.label} is too close to θ ({targets[at]:.3g} and {theta[at]:.3g}): when the "
-            "mean p is at the threshold, a little noise opens or closes all gates; keep them "
+            "mean p is at the threshold, a little noise opens or closes all gates. Keep them "
             "apart, or set `rate: g`."
         )
     return None
@@ -435,7 +437,7 @@ def _simultaneous_jumps(
         return None
     return (
         f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates "
-        "permanently; smooth the transitions (`transition: 10%`), or move one of the jumps."
+        "permanently. Smooth the transitions (`transition: 10%`), or move one of the jumps."
     )
 
 
@@ -450,5 +452,5 @@ def _idle_temperature(curve: Curve, thresholds: Sequence[Curve], module: nn.Modu
         return None
     return (
         "τ has no effect on which gates are open at θ = 0.5: the sign of the logit decides, and τ "
-        "only scales gradients and p. Use another threshold if τ should change the mask."
+        "changes only p and its gradients. If τ should affect the mask, use another threshold."
     )

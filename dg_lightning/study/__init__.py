@@ -1,4 +1,4 @@
-"""Studies (variants x seeds, summarised in tables) and searches for good settings."""
+"""Studies of variants over several seeds, and searches for good settings."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""HTML reports of single runs and of studies, which show the paper's results too."""
+"""HTML reports on runs and studies, which also show the paper's results."""
 
 import json
 from collections import defaultdict
@@ -25,13 +25,13 @@ from dg_lightning.study.tables import TEXTS, published, summarised, summary_mark
 
 Row = Mapping[str, Any]
 _SHAPES = (
-    "<p>Filled: this study. Diamonds: the paper's table. Triangles: the paper's accuracy at the "
-    "MACs of its published script.</p>"
+    "<p>Filled points are this study's results. Diamonds are the values in the paper's table. "
+    "Triangles show the paper's accuracy at the MACs of its published script.</p>"
 )
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the report of a study or a run, and return its path.
+    """Write a report on a study or a run, and return its path.
 
     Args:
         folder: Folder of a study, of a run, or of several runs (the newest is reported).
@@ -39,7 +39,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     """
     if not folder.is_dir():
         raise ValueError(
-            f"There is no folder {str(folder)!r}: give the folder of a study or a run."
+            f"No folder found at {str(folder)!r}: pass the folder of a study or a run."
         )
     rows = read_rows(folder / "results.csv")
     is_study = bool(rows) and "variant" in rows[0]  # a search has a results.csv too
@@ -76,7 +76,7 @@ def _parse_number(value: str) -> Any:
 
 
 def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) -> str:
-    """Return the report of a study as HTML.
+    """Return a study's report as HTML.
 
     Args:
         folder: Folder of the study.
@@ -166,7 +166,7 @@ def _validation_curves(folder: Path) -> str:
 
 
 def _runs(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """Return the report of one run per variant, the first complete seed."""
+    """Return one run report for each variant, from its first complete seed."""
     first: dict[str, Any] = {}
     for row in rows:
         if row["status"] == "complete":
@@ -174,6 +174,6 @@ def _runs(folder: Path, rows: Sequence[Row]) -> list[str]:
     parts = []
     for variant, seed in first.items():
         run = folder / "runs" / variant / f"seed_{seed}"
-        if is_run(run):  # otherwise trained on another machine
+        if is_run(run):  # otherwise, it was trained on another machine
             parts.append(details(f"{variant}, seed {seed}", run_part(read_run(run), level=3)))
     return parts

@@ -1,4 +1,4 @@
-"""Run the trials of a study: train, test, and write its tables."""
+"""Run a study's trials: train, test, and write the tables."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ class RunRecorder(pl.Callback):
         self.seconds = 0.0
         self.accuracies: list[float] = []
         self._has_landed = False
-        self._landing: list[float] = []  # accuracies while gates freeze, and just before
+        self._landing: list[float] = []  # accuracies just before and while gates freeze
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -70,7 +70,7 @@ class RunRecorder(pl.Callback):
 
     @property
     def landing_loss(self) -> float | None:
-        """Largest drop in validation accuracy while gates freeze; None if none do."""
+        """Largest drop in validation accuracy while gates freeze; None if no gate freezes."""
         before, *after = self._landing or [0.0]
         return before - min(after) if after else None
 
@@ -82,12 +82,12 @@ class RunRecorder(pl.Callback):
 
 
 def log_path(folder: Path) -> Path:
-    """Return the log file of a run, which holds its output and traceback."""
+    """Return the path of a run's log file, which contains its output and traceback."""
     return folder.with_name(f"{folder.name}.log")
 
 
 def trial_folder(output: Path, variant: str, seed: int) -> Path:
-    """Return the folder of a trial's config, metrics and checkpoint."""
+    """Return the folder for a trial's config, metrics and checkpoint."""
     return output / "runs" / variant / f"seed_{seed}"
 
 
@@ -144,12 +144,12 @@ def _suppress_info_logs() -> Iterator[None]:
 def train_and_test(
     run_command: RunCommand, dataset: str, table: str, trial: PlannedTrial, output: Path
 ) -> dict[str, Any]:
-    """Train a trial, test it once, and return its row.
+    """Train a trial, test it once, and return its table row.
 
     Args:
         run_command: Runs `fit`.
         dataset: Name of the dataset.
-        table: Name of the published table, whose rule for counting MACs is applied too.
+        table: Name of the published table, whose rule for counting MACs is also applied.
         trial: The trial.
         output: Folder of the study.
     """
@@ -207,7 +207,7 @@ def _row(
 
 
 def _describe_training(cli: Any) -> str:
-    """Describe epochs, batch size, optimizers and schedulers of a finished run."""
+    """Describe a finished run's epochs, batch size, optimizers and schedulers."""
     epochs = cli.trainer.current_epoch
     parts = [f"{epochs} epoch{'s' * (epochs != 1)}"]
     if size := getattr(cli.datamodule, "batch_size", None):
@@ -227,7 +227,7 @@ def _describe_training(cli: Any) -> str:
 
 @dataclass
 class Study:
-    """A study: variants x seeds of one dataset.
+    """A study of variants on one dataset, each with several seeds.
 
     Args:
         dataset: Name of the dataset, which is also the config folder of the variants.
@@ -236,12 +236,12 @@ class Study:
         seeds: Number of seeds, starting at 0, or a list of seeds.
         options: Dotted options of `fit` for all variants, such as `trainer.max_epochs=20`; `{seed}`
             is replaced with the seed.
-        set: More options, applied after all others; for the command line.
+        set: More options for use on the command line, applied after all others.
         only: Names of the variants to train now; all if None.
-        name: Name of the study in the storage, which may hold several; the name of the paper's
-            table if None.
+        name: Name of the study in the storage, which may contain several studies; the name of the
+            published table if None.
         notes: Notes for readers of the tables.
-        paper: Name of the published table to compare with; the dataset's if None.
+        paper: Name of the published table to compare with; the dataset's table if None.
         storage: URL of a database shared by workers on many machines; a file in `output` if None.
         workers: Number of training processes on this machine.
         retry_failed: Whether to retry failed trials.
@@ -281,7 +281,7 @@ class Study:
             if name not in self.variants:
                 known = ", ".join(self.variants)
                 raise ValueError(f"`only` names an unknown variant, {name!r}; choose from {known}.")
-        # Options from the command line come after those of a variant too.
+        # Command-line options come after the options of each variant.
         variants = {
             name: Variant(variant.config, [*variant.options, *self.set])
             for name, variant in self.variants.items()
@@ -303,7 +303,7 @@ class Study:
         return shared.count_unfinished(self.planned(self.only))
 
     def run(self, run_command: RunCommand, shared: TrialQueue, trial: optuna.Trial) -> str:
-        """Train and test a trial, and update the tables; a failure does not stop the study."""
+        """Train and test a trial and update the tables. A failure does not stop the study."""
         fingerprint = trial.user_attrs["fingerprint"]
         plan = next(plan for plan in self.planned() if plan.fingerprint == fingerprint)
         try:
@@ -357,10 +357,10 @@ def error_summary(error: BaseException) -> str:
 def progress_line(
     trial: PlannedTrial, rows: Sequence[dict[str, Any]], left: int, workers: int
 ) -> str:
-    """Return the progress after a trial: its result, the time left, and the best so far."""
+    """Return a progress line: a trial's result, the time left, and the best variant so far."""
     key = (trial.variant, trial.seed)
     row = next((row for row in rows if (row["variant"], row["seed"]) == key), None)
-    result = "was given to another worker" if row is None else _format_result(row)
+    result = "reassigned to another worker" if row is None else _format_result(row)
     line = f"[{len(rows)}/{len(rows) + left}] {trial.name}: {result}"
     done = [row for row in rows if row["status"] == "complete"]
     if done and left:
@@ -387,7 +387,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
-    """Write the results so far: tables, summaries, metrics by epoch, and the report."""
+    """Write the results so far: tables, summaries, metrics for each epoch, and the report."""
     order = list(study.variants)
     rows = [{"dataset": study.dataset, **row} for row in queue.rows(study.planned())]
     rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
@@ -398,7 +398,7 @@ def write_tables(study: Study, queue: TrialQueue) -> list[dict[str, Any]]:
         {"variant": row["variant"], "seed": row["seed"], **epoch}
         for row in rows
         for metrics in [trial_folder(study.folder, row["variant"], row["seed"]) / "metrics.csv"]
-        if row["status"] == "complete" and metrics.exists()  # otherwise it ran elsewhere
+        if row["status"] == "complete" and metrics.exists()  # otherwise, it ran elsewhere
         for epoch in epoch_rows(metrics)
     ]
     write_rows(study.folder / "epochs.csv", epochs, ["variant", "seed", "epoch"])

@@ -37,7 +37,7 @@ from dg_lightning.study.tables import write_rows
 def count_dominating(
     curve: Sequence[Sequence[float]], others: Sequence[Sequence[Sequence[float]]]
 ) -> int:
-    """Count runs that are more accurate with no more MACs at the last epoch of a curve.
+    """Count runs with better accuracy and no more MACs at the last epoch of a curve.
 
     >>> others = [[(0.2, 1.0), (0.6, 0.6)], [(0.3, 1.0), (0.4, 0.1)]]
     >>> count_dominating([(0.1, 1.0), (0.5, 0.6)], others)
@@ -57,7 +57,7 @@ def format_params(trial: FrozenTrial) -> list[str]:
 
 
 def pareto_front(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that no other dominates, cheapest first."""
+    """Return the trials that no other trial dominates, cheapest first."""
     front: list[FrozenTrial] = []
     for trial in sorted(trials, key=lambda t: (t.values[1], -t.values[0])):
         if not front or trial.values[0] > front[-1].values[0]:
@@ -80,8 +80,8 @@ def write_results(
 
     Args:
         search: The search.
-        shared: Its trials.
-        run_command: Runs `fit`, to resolve options; None to write no configs.
+        shared: The trials of the search.
+        run_command: Runs `fit` to resolve options. If None, no configs are written.
     """
     trials = shared.trials(*TrialState)
     finished = [t for t in trials if t.state is TrialState.COMPLETE]
@@ -119,13 +119,15 @@ def write_results(
         share = f"{macs / baseline.values[1]:.1%}" if baseline is not None else ""
         settings = ", ".join(f"`{value}`" for value in format_params(trial))
         lines.append(f"| {trial.number} | {accuracy:.2%} | {macs:,.0f} | {share} | {settings} |")
-    text = f"# Search of {search.base}\n\nPareto front on validation data:\n\n" + "\n".join(lines)
+    text = f"# Search based on {search.base}\n\nPareto front on validation data:\n\n" + "\n".join(
+        lines
+    )
     if unknown := len(others) - len(candidates):
         text += f"\n\n{unknown} trials are omitted: their parameters are outside the search space."
     path = search.folder / "cheapest.yaml"
-    path.unlink(missing_ok=True)  # may be from an earlier choice
+    path.unlink(missing_ok=True)  # may be left from an earlier choice
     if baseline is None:
-        text += "\n\nThe baseline has not finished or has failed: there is nothing to compare with."
+        text += "\n\nThe baseline has failed or not finished, so there is nothing to compare with."
     else:
         text += f"\n\nBaseline: {baseline.values[0]:.2%} at {baseline.values[1]:,.0f} MACs."
         chosen = cheapest_within(candidates, baseline.values[0], search.tolerance)
@@ -146,7 +148,7 @@ def _front_path(search: "Search", trial: FrozenTrial) -> Path:
 
 
 def _resolved_config(search: "Search", trial: FrozenTrial, run_command: RunCommand) -> str:
-    """Return the full config of a trial, resolved from the base and its parameters."""
+    """Return a trial's full config, resolved from the base config and the trial's parameters."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -162,7 +164,7 @@ _BASELINE = "baseline"
 
 @dataclass
 class Parameter:
-    """A searched option.
+    """An option to search over.
 
     Args:
         name: Dotted option of `fit`, such as `model.gate_lr_factor`.
@@ -230,24 +232,24 @@ class Parameter:
 
 @dataclass
 class Search:
-    """A search for the settings of a config.
+    """A search for good settings of a config.
 
     Args:
         base: The config whose options are searched: a file, or the short name of a shipped one.
         output: Folder for tables, configs and runs; an unfinished search is resumed.
-        parameters: The searched options.
+        parameters: The options to search over.
         baseline: The config whose accuracy is the reference.
         trials: Number of training runs, not counting the baseline.
-        tolerance: Largest accuracy loss, relative to the baseline, of the chosen cheaper net.
+        tolerance: Largest accuracy loss, relative to the baseline, allowed for the cheaper net.
         options: Dotted options of `fit` for all runs, the baseline included.
-        set: More options, applied after all others; for the command line.
+        set: More options for use on the command line, applied after all others.
         sampler: `tpe`, `nsga2`, `random`, or `grid`, which tries all combinations of `choices`
             and ignores `trials`.
         seed: Seed of the sampler and of every run.
         dominated_by: Prune a run once this many others were more accurate and not more expensive
             at the same epoch; None disables pruning.
-        min_prune_fraction: Share of the epochs before which no run is pruned.
-        name: Name of the search in the storage, which may hold several.
+        min_prune_fraction: No run is pruned before it completes this share of its epochs.
+        name: Name of the search in the storage, which may contain several searches.
         storage: URL of a database shared by workers on many machines; a file in `output` if None.
         workers: Number of training processes on this machine.
     """
@@ -299,7 +301,7 @@ class Search:
 
     def claim(self, shared: SharedStudy) -> optuna.Trial | None:
         """Start a waiting trial, or a new one if there are fewer than `trials`."""
-        trials = 0 if self.sampler == "grid" else self.trials  # a grid is fully queued
+        trials = 0 if self.sampler == "grid" else self.trials  # a grid is queued in advance
         is_left = shared.trials(TrialState.WAITING) or len(_counted(shared)) < trials
         return shared.ask() if is_left else None
 
@@ -308,7 +310,7 @@ class Search:
         return len(shared.trials(TrialState.WAITING, TrialState.RUNNING))
 
     def run(self, run_command: RunCommand, shared: SharedStudy, trial: optuna.Trial) -> str:
-        """Train a trial, and update the results; a failure does not stop the search."""
+        """Train a trial and update the results. A failure does not stop the search."""
         is_baseline = trial.user_attrs.get("kind") == _BASELINE
         try:
             values = None if is_baseline else {p.name: p.suggest(trial) for p in self.parameters}
@@ -328,7 +330,7 @@ class Search:
         return _progress_line(self, shared, trial)
 
     def arguments(self, values: Mapping[str, Any] | None) -> list[str]:
-        """Return the arguments of `fit` for values of the parameters; None for the baseline."""
+        """Return the `fit` arguments for parameter values, or for the baseline if None."""
         return [
             f"--config={config_path(self.baseline if values is None else self.base)}",
             *map(as_option, self.options),
@@ -338,9 +340,9 @@ class Search:
         ]
 
     def values_of(self, trial: FrozenTrial) -> dict[str, Any] | None:
-        """Return the parameters of a trial, or None if they are outside the search space.
+        """Return a trial's parameters, or None if they are outside the search space.
 
-        Another process may have changed the shared database.
+        This can happen if another process has changed the shared database.
         """
         known = {parameter.name: parameter for parameter in self.parameters}
         if trial.params.keys() != known.keys():
@@ -360,7 +362,7 @@ class Search:
 
 
 class DominancePruning(pl.Callback):
-    """Prunes a run that enough others dominate at the same epoch."""
+    """Prunes a run if enough other runs dominate it at the same epoch."""
 
     def __init__(self, search: Search, shared: SharedStudy, trial: optuna.Trial) -> None:
         self.search, self.shared, self.trial = search, shared, trial
@@ -411,8 +413,8 @@ def run_search(search: Search, run_command: RunCommand) -> bool:
     fingerprint = hashlib.sha256(search.fingerprint.encode()).hexdigest()
     if shared.study.user_attrs.get("fingerprint", fingerprint) != fingerprint:
         raise ValueError(
-            f"{search.folder} holds a search with other settings: give another `output`, or the "
-            "settings of that search."
+            f"{search.folder} contains a search with other settings: pass another `output`, or use "
+            "the settings of that search."
         )
     shared.study.set_user_attr("fingerprint", fingerprint)
     not_failed = [trial for trial in trials if trial.state is not TrialState.FAIL]
@@ -446,7 +448,7 @@ def _progress_line(search: Search, shared: SharedStudy, trial: optuna.Trial) -> 
     elif "given_up" in frozen.user_attrs:
         result = frozen.user_attrs["given_up"]
     else:
-        result = f"failed, {frozen.user_attrs.get('reason', 'was given to another worker')}"
+        result = f"failed, {frozen.user_attrs.get('reason', 'reassigned to another worker')}"
     done = [t for t in _counted(shared) if t.state.is_finished()]
     total = max(0 if search.sampler == "grid" else search.trials, len(_counted(shared)))
     return f"[{len(done)}/{total}] {name}: {result}"

@@ -1,4 +1,4 @@
-"""Settings of a study: variants of a training run, each with several seeds."""
+"""Study settings: variants of a training run, each with several seeds."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from dg_lightning.configs import config_path, resolve_config_paths
 
 # Options that only name local paths.
 _LOCAL_PATHS = re.compile(r"--data\.(init_args\.)?(root|cache_dir)$")
-# Replaced with the seed of the trial in an option: `data.split_seed={seed}`.
+# Placeholder for the trial's seed in an option, as in `data.split_seed={seed}`.
 _SEED = "{seed}"
 
 
 @dataclass
 class Variant:
-    """A variant: one row of the table.
+    """A variant, which is one row of the table.
 
     Args:
         config: Config file, or the short name of a shipped one; `<dataset>/<variant>` if None.
@@ -87,7 +87,7 @@ def plan_trials(
     for name in variants:
         if not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(
-                f"Names in `variants` are also folder names and may hold letters, digits, _ and -, "
+                f"Names in `variants` are also folder names: use only letters, digits, _ and -, "
                 f"got {name!r}."
             )
     planned = []
@@ -104,7 +104,7 @@ def plan_trials(
 
 
 def training_inputs(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that affect the result: configs by content, without local paths."""
+    """Return the config contents and the options that affect the result."""
     inputs = []
     for argument in arguments:
         key, _, value = argument.partition("=")

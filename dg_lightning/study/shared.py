@@ -27,18 +27,18 @@ from dg_lightning.files import locked, write_text
 from dg_lightning.quiet import is_quiet, quietly
 from dg_lightning.study.settings import PlannedTrial
 
-# Runs `fit` with arguments and extra callbacks; returns an object with trainer, model and
-# datamodule. Provided by the command line.
+# Runs `fit` with arguments and extra callbacks, and returns an object with the trainer, model and
+# datamodule. The command line provides this function.
 RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
 
 _HEARTBEAT = 10  # seconds between heartbeats
-_GRACE = 60  # seconds without a heartbeat after which a trial is lost
+_GRACE = 60  # seconds without a heartbeat after which a trial counts as lost
 _SQLITE_WAIT = 60  # seconds to wait for the transaction of another worker
 # Attributes that identify a trial. `kind` marks the baseline of a search.
 _PLANNED = ("variant", "seed", "fingerprint")
 IDENTITY = (*_PLANNED, "kind")
-_POLL_SECONDS = 2.0  # while other workers finish their last trials
-_MAX_ATTEMPTS = 5  # to open the database, and to record a result
+_POLL_SECONDS = 2.0  # seconds between checks while other workers finish
+_MAX_ATTEMPTS = 5  # attempts to open the database or to record a result
 
 
 def sqlite_url(folder: Path) -> str:
@@ -47,22 +47,22 @@ def sqlite_url(folder: Path) -> str:
 
 
 def claim_folder(folder: Path, own: str, other: str) -> None:
-    """Create the folder of a study or search; raise if it holds the other kind."""
+    """Create the folder for a study or search; raise if it contains the other kind."""
     if (folder / f"{other}.json").exists():
-        raise ValueError(f"{folder} holds a {other}: give another `output`.")
+        raise ValueError(f"{folder} contains a {other}: pass another `output`.")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / f"{own}.json").exists():
         write_text(folder / f"{own}.json", "{}\n")
 
 
 class SharedStudy:
-    """A study in a database that maximizes accuracy and minimizes MACs.
+    """A study that maximises accuracy and minimises MACs, stored in a database.
 
     As a context manager, it represents one worker.
 
     Args:
         storage: URL of the database.
-        name: Name of the study in it.
+        name: Name of the study in the database.
         folder: Folder for lock files, which show immediately whether workers on this machine are
             alive. Workers on other machines only send heartbeats.
     """
@@ -87,7 +87,7 @@ class SharedStudy:
             )
         self.worker = uuid.uuid4().hex
         self._alive = FileLock(self._lock_path(self.worker))
-        # By number of a running trial: its heartbeat count, and when the count last changed.
+        # Number of a running trial -> (heartbeat count, time when the count last changed).
         self._heartbeats: dict[int, tuple[int | None, float]] = {}
 
     def __enter__(self) -> Self:
@@ -129,12 +129,12 @@ class SharedStudy:
 
     @contextmanager
     def heartbeat(self, trial: optuna.Trial) -> Iterator[None]:
-        """Send heartbeats of a trial in the background; release the trial if interrupted."""
+        """Send heartbeats for a trial in the background; release the trial if interrupted."""
         done = threading.Event()
 
         def beat() -> None:
             for count in itertools.count():
-                # The next heartbeat may succeed. A finished trial was reassigned to another worker.
+                # The next heartbeat may succeed. A finished trial has gone to another worker.
                 with suppress(SQLAlchemyError, StorageInternalError, UpdateFinishedTrialError):
                     trial.set_user_attr("heartbeats", count)
                 if done.wait(_HEARTBEAT):
@@ -144,7 +144,7 @@ class SharedStudy:
         thread.start()
         try:
             yield
-        except BaseException:  # such as Ctrl-C: let another worker take it
+        except BaseException:  # such as Ctrl-C: let another worker take the trial
             self._record(lambda: self.study.tell(trial, state=TrialState.FAIL))
             raise
         finally:
@@ -183,7 +183,7 @@ class SharedStudy:
         """Record the end of a trial, with retries, unless another worker has taken it over."""
         for left in reversed(range(_MAX_ATTEMPTS)):
             try:
-                with suppress(UpdateFinishedTrialError):  # such as after the machine was suspended
+                with suppress(UpdateFinishedTrialError):  # if the machine was suspended
                     record()
                 return
             except (SQLAlchemyError, StorageInternalError):
@@ -220,7 +220,7 @@ class SharedStudy:
                     return True
             except Timeout:
                 return False
-        # Measured with the clock of this process, because clocks of machines differ.
+        # Measured with this process's clock, because clocks differ between machines.
         beats, now = trial.user_attrs.get("heartbeats"), time.monotonic()
         before, since = self._heartbeats.setdefault(trial.number, (beats, now))
         if beats != before:
@@ -234,15 +234,15 @@ class SharedStudy:
 
 
 def given_params(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the parameters of a trial, and those it was queued with."""
+    """Return a trial's parameters, including those it was queued with."""
     return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
     """Open a database, and create its tables if needed.
 
-    If workers on several machines do so simultaneously, all but one fail because a table, type or
-    row already exists. They retry.
+    If workers on several machines do this at the same time, only one succeeds. The others retry,
+    because a table, type or row already exists.
     """
     for left in reversed(range(_MAX_ATTEMPTS)):
         try:
@@ -253,7 +253,7 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
                 time.sleep(random.uniform(0.1, 1.0))
                 continue
             shown = hide_secrets(url)
-            # Drivers may repeat a password, or a part of it.
+            # A driver's message may contain the password, or part of it.
             reason = str(error).splitlines()[0] if shown == url else type(error).__name__
             reason = str(error) if isinstance(error, ModuleNotFoundError) else reason
             raise ValueError(
@@ -264,7 +264,7 @@ def _open_storage(url: str, options: dict[str, Any]) -> RDBStorage:
 
 
 def hide_secrets(url: str) -> str:
-    """Hide the password and the option values of a URL.
+    """Hide the password and the option values in a URL.
 
     >>> hide_secrets("postgresql://me:secret@host/x?password=secret")
     'postgresql://me:***@host/x?password=***'
@@ -272,7 +272,7 @@ def hide_secrets(url: str) -> str:
     'postgresql://***@host/x'
     """
     scheme, slashes, rest = url.partition("//") if "//" in url else ("", "", url)
-    login, at, rest = rest.rpartition("@")  # a password may hold any character
+    login, at, rest = rest.rpartition("@")  # a password may contain any character
     address, mark, query = rest.partition("?")
     user, colon, _ = login.partition(":")
     address = f"{scheme}{slashes}{f'{user}:' if colon else ''}{'***@' if at else ''}{address}"
@@ -302,7 +302,7 @@ Q = TypeVar("Q", bound=SharedStudy)
 
 
 class Job(Protocol[Q]):
-    """A study or search that workers run; picklable, because workers are processes."""
+    """A study or search for workers to run. It is picklable, because workers are processes."""
 
     workers: int
 
@@ -316,11 +316,11 @@ class Job(Protocol[Q]):
         """Return how many trials are waiting or running."""
 
     def run(self, run_command: RunCommand, shared: Q, trial: optuna.Trial) -> str:
-        """Run a trial, record its result, and return a line about it."""
+        """Run a trial, record its result, and return a progress line."""
 
 
 def run_workers(job: Job[Any], run_command: RunCommand) -> None:
-    """Run the trials of a job in worker processes and in this one."""
+    """Run a job's trials in worker processes and in this process."""
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     others = [
         spawn.Process(target=_run_worker, args=(job, run_command, index, os.getpid()))
@@ -364,7 +364,7 @@ def _run_trials(job: Job[Q], run_command: RunCommand, index: int, parent: int | 
 class TrialQueue(SharedStudy):
     """Assigns each planned trial to one worker, and stores its results.
 
-    Trials of other plans, such as those of a worker with other seeds, are ignored.
+    Trials that are not planned here, such as those for other seeds, are ignored.
     """
 
     def fill(
@@ -383,8 +383,8 @@ class TrialQueue(SharedStudy):
             before = known.get((trial.variant, trial.seed))
             if before is not None and before.user_attrs["fingerprint"] != trial.fingerprint:
                 raise ValueError(
-                    f"The study has a trial {trial.name} with other settings: give another "
-                    "`output`, or the settings of that trial."
+                    f"The study has a trial {trial.name} with other settings: pass another "
+                    "`output`, or use the settings of that trial."
                 )
             is_new = before is None or (retry_failed and before.state is TrialState.FAIL)
             if is_new and (only is None or trial.variant in only):
@@ -393,7 +393,7 @@ class TrialQueue(SharedStudy):
     def claim(
         self, planned: Sequence[PlannedTrial]
     ) -> tuple[optuna.Trial, PlannedTrial] | tuple[None, None]:
-        """Start one of these trials if any is waiting; return it with its plan."""
+        """Start one of these trials if any is waiting, and return the trial and its plan."""
         by_fingerprint = {trial.fingerprint: trial for trial in planned}
         for waiting in self.trials(TrialState.WAITING):
             plan = by_fingerprint.get(waiting.user_attrs.get("fingerprint", ""))
@@ -418,9 +418,9 @@ class TrialQueue(SharedStudy):
         values = [row[score], row["macs"]]
         if all(map(math.isfinite, values)):
             self.finish(trial, values, row=row)
-        else:  # Optuna would mark it as failed without a reason
+        else:  # Optuna would mark the trial as failed without a reason
             self.fail(
-                trial, f"Its {score} and MACs must be finite, got {values[0]} and {values[1]}."
+                trial, f"The {score} and MACs must be finite, got {values[0]} and {values[1]}."
             )
 
     def count_unfinished(self, planned: Iterable[PlannedTrial]) -> int:
@@ -434,7 +434,7 @@ class TrialQueue(SharedStudy):
         rows = []
         newest = {
             _key(trial): trial for trial in self._live()
-        }  # the last attempt of a retried trial
+        }  # the last attempt at a retried trial
         for plan in planned:
             trial = newest.get((plan.variant, plan.seed))
             if trial is None:
@@ -444,9 +444,7 @@ class TrialQueue(SharedStudy):
             if trial.state is TrialState.COMPLETE and _belongs_to(row, plan):
                 rows.append({**row, "status": "complete"})
             elif trial.state is TrialState.COMPLETE:
-                reason = (
-                    f"The row of {plan.name} in the database is not the result of a training run."
-                )
+                reason = f"The database row for {plan.name} is not the result of a training run."
                 rows.append({**identity, "status": "failed", "reason": reason})
             elif trial.state is TrialState.FAIL:
                 reason = str(trial.user_attrs["reason"])
@@ -462,7 +460,7 @@ class TrialQueue(SharedStudy):
 
 
 def _belongs_to(row: Any, plan: PlannedTrial) -> TypeIs[dict[str, Any]]:
-    """Return True if a row from the shared database is a valid result of a trial."""
+    """Return True if a row from the shared database is a valid result for this trial."""
     if not isinstance(row, dict):
         return False
     figures = [row.get("accuracy", row.get("r2")), row.get("macs")]

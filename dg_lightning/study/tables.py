@@ -1,4 +1,4 @@
-"""Tables of a study, beside the results that the paper published."""
+"""Study tables, with the paper's published results for comparison."""
 
 import csv
 import math
@@ -15,12 +15,12 @@ from dg_lightning import files
 from dg_lightning.compute.metric import ComputeReport
 from dg_lightning.versions import versions
 
-# Which rate a table uses, and whether closed outputs save MACs as well as closed inputs.
+# Rule -> (rate that the table uses, whether closed outputs save MACs in addition to inputs).
 _RULES = {"fan_in": ("g", False), "both": ("g", True), "fan_in_p": ("p", False)}
 
 
 def published(dataset: str) -> dict[str, Any]:
-    """Return the published table of a dataset: `table`, `rule` and `rows` by variant.
+    """Return the published table for a dataset: `table`, `rule`, and `rows` for each variant.
 
     >>> published("mnist")["rows"]["dynamicgate"]["accuracy"]
     0.9807
@@ -36,7 +36,7 @@ def published(dataset: str) -> dict[str, Any]:
 def relative_macs_by_rule(report: ComputeReport, rule: str) -> float:
     """Return the MACs of a net relative to dense, as counted by a published table.
 
-    As in all of these tables, mean rates are multiplied and gate decisions are free.
+    As in all published tables, mean rates are multiplied and gate decisions cost nothing.
     """
     kind, outputs_count = _RULES[rule]
     used, rate_in = 0.0, 1.0
@@ -103,11 +103,11 @@ def write_rows(path: Path, rows: Sequence[Row], columns: Sequence[str] = COLUMNS
     """Write rows as CSV: the given columns first, then any others."""
     extra = dict.fromkeys(key for row in rows for key in row if key not in columns)
     names = [*columns, *extra]
-    files.write_rows(path, [names, *([row.get(name) for name in names] for row in rows)])
+    files.write_csv(path, [names, *([row.get(name) for name in names] for row in rows)])
 
 
 def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return mean and standard deviation of every metric, one row per variant.
+    """Return the mean and standard deviation of every metric, one row per variant.
 
     >>> rows = [{"variant": "a", "status": "complete", "accuracy": x} for x in (0.5, 0.7)]
     >>> [(r["variant"], r["runs"], round(r["accuracy_mean"], 3)) for r in summarised(rows)]
@@ -130,7 +130,7 @@ def summarised(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def paired_difference(
     rows: Sequence[Row], variant: str, reference: str = "baseline", key: str = "accuracy"
 ) -> tuple[float, float | None, int] | None:
-    """Return a variant's mean lead over a reference, its standard error, and number of seeds.
+    """Return a variant's mean lead over a reference, the standard error and the seed count.
 
     Runs are paired by seed, which removes the variance of the split and the batch order.
 
@@ -160,19 +160,20 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
         *([notes.strip()] if notes else []),
         *([trained] if (trained := describe_training(rows)) else []),
         "Test accuracy with hard gates, mean ± standard deviation over seeds. The lead over the "
-        "baseline is the mean difference between runs of equal seeds, ± its standard error. The "
-        "test split is used once per run, for the checkpoint that the config keeps.",
+        "baseline is the mean difference between runs with the same seed, ± its standard error. "
+        "The test split is used once per run, for the checkpoint that the config keeps.",
         markdown_table(
             ["variant", "runs", "test accuracy", "lead over baseline", "test loss", "paper",
              "macro-F1", "micro-F1", "best validation", "training, s"],
             [_accuracy_cells(s, rows, source["rows"].get(s["variant"], {})) for s in summaries],
         ),
-        "MACs are executed multiply-accumulates per sample, with the same hard gates as the "
-        "accuracy and including decisions (GateNets, routers); FLOPs are twice that. RelMAC is the "
-        "paper's formula (hidden layers, each by its own open rate, without decisions)"
-        + (f"; the table's rule, `{source['rule']}`, is how the paper's own table counts"
+        "MACs are the multiply-accumulates executed per sample. They are measured with the same "
+        "hard gates as the accuracy and include gate decisions (GateNets, routers). FLOPs are "
+        "twice the MACs. RelMAC is the paper's formula, which counts hidden layers by their own "
+        "open rates and leaves out decisions"
+        + (f". The table's rule, `{source['rule']}`, is how the paper's own table counts MACs"
            if source["rule"] else "")
-        + ". All are relative to the dense net.",
+        + ". All reductions are relative to the dense net.",
         markdown_table(
             ["variant", "MACs", "of which decisions", "reduction", "by RelMAC",
              "by the table's rule", "paper", "its script", "parameters", "needed"],
@@ -181,8 +182,8 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     ]  # fmt: skip
     if any("tasks_average_accuracy_mean" in summary for summary in summaries):
         parts += [
-            "Tasks in sequence: mean test accuracy on all tasks after the last one; forgetting and "
-            "transfer are measured on validation data.",
+            "Tasks learned in sequence. Average accuracy is the mean test accuracy on all tasks "
+            "after the last one. Forgetting and transfer are measured on validation data.",
             markdown_table(
                 ["variant", "average accuracy", "forgetting", "when learned", "forward transfer",
                  "plasticity", "overlap", "passes"],
@@ -192,9 +193,9 @@ def summary_markdown(dataset: str, rows: Sequence[Row], notes: str | None = None
     if any("adapt_recovery_mean" in summary for summary in summaries):
         keys = ("drift_cost", "recovery", "clean_loss", "gate_flips", "weights_free")
         parts += [
-            "Adaptation to drift, on validation data: accuracy lost to the drift, share of it "
-            "recovered, accuracy lost on clean samples, share of gate decisions that changed on "
-            "the same samples, share of weights that may adapt.",
+            "Adaptation to drift, measured on validation data: accuracy lost to the drift, share "
+            "of that loss recovered, accuracy lost on clean samples, share of gate decisions that "
+            "changed on the same samples, and share of weights that may adapt.",
             markdown_table(
                 ["variant", *(key.replace("_", " ") for key in keys)],
                 [
@@ -224,19 +225,19 @@ def describe_training(rows: Sequence[Row]) -> str:
 
     >>> rows = [{"variant": v, "training": "3 epochs, SGD 0.1"} for v in ("baseline", "rigl")]
     >>> describe_training(rows)
-    'All were trained alike: 3 epochs, SGD 0.1.'
+    'All variants were trained the same way: 3 epochs, SGD 0.1.'
     """
     variants: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.get("training"):
             variants.setdefault(row["training"], {})[f"`{row['variant']}`"] = None
     if len(variants) == 1:
-        return f"All were trained alike: {next(iter(variants))}."
+        return f"All variants were trained the same way: {next(iter(variants))}."
     return " ".join(f"{', '.join(names)}: {training}." for training, names in variants.items())
 
 
 def published_remarks(source: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return the notes on published rows that the study trains too."""
+    """Return the notes on published rows whose variants the study trains too."""
     trained = {row["variant"] for row in rows}
     return "\n".join(
         f"- `{name}`: {' '.join(row['note'].split())}"
@@ -300,7 +301,7 @@ def _task_cells(summary: Row) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Return a Markdown table; all but the first `words` columns hold numbers."""
+    """Return a Markdown table, with numbers in all columns after the first `words`."""
     lines = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -332,7 +333,7 @@ def _number(summary: Row, key: str, form: str) -> str:
     return "" if mean is None else format(mean, form)
 
 
-# The columns of the paper's comparison with a mixture of experts (section 5.5).
+# Column -> logged key, for the paper's comparison with a mixture of experts (section 5.5).
 _TABLE = {
     "acc": "val/accuracy",
     "loss": "train/loss",
@@ -349,9 +350,9 @@ _TABLE = {
 
 
 def epoch_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics of a run, one row per epoch; step values are averaged.
+    """Return a run's logged metrics, one row per epoch.
 
-    Test metrics are omitted.
+    Values logged at each step are averaged. Test metrics are omitted.
     """
     epochs: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with metrics.open(encoding="utf-8") as file:

@@ -1,8 +1,8 @@
 """Add gates to existing models, and remove them again.
 
 `find_units` runs a model on an example and reports what can be gated. `add_gates` adds gates, which
-callbacks then train. `remove_gates` removes them. `compact` also removes the units that they close.
-`convert` turns a trained Transformer into one that selects feed-forward blocks per token.
+callbacks then train. `remove_gates` removes the gates. `compact` also removes the units that gates
+close. `convert` turns a trained Transformer into one that selects feed-forward blocks per token.
 """
 
 from .compaction import CompactModel, compact, load_compact, save_compact

@@ -1,8 +1,8 @@
-"""Remove closed units from a model: it keeps its class, with smaller layers.
+"""Remove closed units from a model, which keeps its class but gets smaller layers.
 
-A model may use the number of its heads or channels in its code, and the attributes that hold such
-numbers are unknown. So all attributes with a matching value are tried, and a change is accepted
-only if the model's outputs stay the same.
+A model's code may use the number of heads or channels, and it is unknown which attributes store
+these numbers. So all attributes with a matching value are tried, and a change is accepted only if
+the model's outputs stay the same.
 """
 
 import copy
@@ -27,7 +27,7 @@ from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
 from dg_lightning.surgery.watching import OutputComparison
 
-# Attributes of linear layers that hold the number of outputs or inputs.
+# Attributes in which linear layers store the number of outputs or inputs.
 _MAKES = ("out_features", "out_channels", "nf")
 _READS = ("in_features", "in_channels", "nx")
 
@@ -55,7 +55,7 @@ _OTHER_WORDS = (
 
 
 class _Change(NamedTuple):
-    """The old value of a module's attribute; for a tensor, also the axis and indices kept."""
+    """A changed attribute and its old value. For a tensor, also the axis and the kept indices."""
 
     name: str
     key: str
@@ -71,11 +71,11 @@ class Edit:
         self.changes: list[_Change] = []
 
     def shrink(self, units: Units, is_open: Tensor) -> None:
-        """Remove closed blocks from producers, consumer and the modules between them."""
+        """Remove closed blocks from the producers, the consumer and the modules between them."""
         self._cut_map(units.consumer, 1, is_open.repeat_interleave(units.block_size), _READS)
         for name, blocks in units.producers.items():
             self._cut_map(name, 0, is_open[blocks], _MAKES)
-        # For each width between the layers, the entries to keep.
+        # Maps the width of a tensor between the layers to the entries to keep.
         kept = {len(blocks): is_open[blocks] for blocks in reversed(units.producers.values())}
         for name in units.between:
             module = self.model.get_submodule(name)
@@ -87,10 +87,10 @@ class Edit:
                     self.set_number(name, key, int(kept.get(number, is_open).sum()))
 
     def size_attributes(self, units: Units, is_open: Tensor) -> dict[tuple[str, str], int]:
-        """Return integer attributes that may depend on the number of units, with new values."""
+        """Return integer attributes that may depend on the unit count, with their new values."""
         widths = [units.size, *(len(blocks) for blocks in units.producers.values())]
 
-        def follows(number: int) -> bool:  # a fixed number per block, such as units per head
+        def follows(number: int) -> bool:  # also fixed numbers per block, such as units per head
             return number % units.blocks == 0 and any(width % number == 0 for width in widths)
 
         return {
@@ -101,9 +101,9 @@ class Edit:
         }
 
     def counts(self, units: Units, among: set[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return the attributes in `among` whose value and name suggest a count of heads or units.
+        """Return the attributes in `among` that seem to count heads or units.
 
-        The name decides, because these attributes do not affect the outputs for the examples.
+        Names and values decide, because these attributes do not affect the examples' outputs.
         """
         widths = {units.blocks, units.size, *(len(rows) for rows in units.producers.values())}
         return [
@@ -138,13 +138,13 @@ class Edit:
         self.changes.append(change)
 
     def undo(self, count: int) -> None:
-        """Undo all changes after the first `count`."""
+        """Undo all changes except the first `count`."""
         while len(self.changes) > count:
             change = self.changes.pop()
             setattr(self.model.get_submodule(change.name), change.key, change.old)
 
     def report(self, kept: dict[str, list[tuple[int, Tensor]]], attributes: dict[str, int]) -> None:
-        """Record the indices kept of tensors, and the changed attributes."""
+        """Record which indices of each tensor were kept, and which attributes changed."""
         for name, key, _, part in self.changes:
             full = f"{name}.{key}" if name else key
             if part is not None:
@@ -177,7 +177,7 @@ def _enclosing_modules(units: Units) -> list[str]:
     return sorted(homes)
 
 
-_MOST_ATTRIBUTES = 8  # up to this many are tried in all combinations
+_MOST_ATTRIBUTES = 8  # maximum number of attributes tried in all combinations
 
 
 @dataclass
@@ -186,14 +186,15 @@ class CompactModel:
 
     Args:
         model: The compact model, of the same class as the original.
-        units: Number of units, heads or channels before and after, by the name of the consumer.
+        units: Number of units, heads or channels before and after, for each consumer.
         notes: What could not be removed, and why.
-        attributes: New values of all changed attributes: `"blocks.0.attn.num_heads": 2`.
-        kept: Axes and indices kept of each changed parameter and buffer, in the order of the cuts.
-        unused: Parameters that no example used. Branches that use them were not checked, and may
+        attributes: New values of all changed attributes, such as `"blocks.0.attn.num_heads": 2`.
+        kept: For each changed parameter and buffer, the axis and the kept indices of every cut, in
+            order.
+        unused: Parameters that no example used. Branches that use them were not checked and may
             fail.
-        hook: Explains shape errors of the model. Call its `remove()` before `torch.jit.script`, or
-            before pickling the model for a process without this package.
+        hook: Handle of a hook that explains shape errors. Call its `remove()` before
+            `torch.jit.script`, or before pickling the model for a process without this package.
     """
 
     model: nn.Module = field(repr=False)
@@ -210,7 +211,7 @@ class CompactModel:
         Args:
             model: The gated model.
             before: The gated model's optimizer.
-            after: An optimizer of the compact model's parameters.
+            after: An optimizer for the compact model's parameters.
         """
         old = dict(model.named_parameters())
         for name, parameter in self.model.named_parameters():
@@ -220,7 +221,7 @@ class CompactModel:
                 if isinstance(value, Tensor) and value.ndim and value.shape != shape:
                     raise ValueError(
                         f"`{key}` of {type(before).__name__} must have the shape of {name} to be "
-                        "carried over: use a new optimizer without its state."
+                        "carried over: use a new optimizer without this state."
                     )
             after.state[parameter] = {
                 key: self._cut(name, value)
@@ -245,24 +246,25 @@ def compact(
 ) -> CompactModel:
     """Return a copy of a model without its static gates and the units that they close.
 
-    Outputs for the examples are compared before and after. Units whose removal would change them
-    stay, with weights of 0, and are listed in `notes`. Our own layers keep gates that depend on the
-    input, or whose units a norm or another gate also reads. A checkpoint of a compact
-    LightningModule does not load: save its `net` with `save_compact`.
+    Outputs for the examples are compared before and after. Units whose removal would change the
+    outputs stay, with weights of 0, and are listed in `notes`. Our own layers keep gates that
+    depend on the input, or whose units a norm or another gate also reads. A checkpoint of a compact
+    LightningModule cannot be loaded, so save its `net` with `save_compact` instead.
 
     Args:
         model: A model with static gates, from `add_gates` or in our own layers. It is not changed.
-        example: Example inputs of the model, see `find_units`. None for random inputs to a
-            `GatedMLP`.
-        more_examples: Further examples, which take other branches of the model.
-        multiple: Round the number of feed-forward units and channels up to a multiple of this, by
-            keeping closed ones with weights of 0: GPUs multiply matrices of odd sizes slowly.
+        example: Example inputs for the model, as in `find_units`. The default for a `GatedMLP` is
+            random inputs.
+        more_examples: More examples, which take other branches of the model.
+        multiple: The number of feed-forward units and channels is rounded up to a multiple of this
+            number by keeping closed ones, with weights of 0. GPUs are slow at multiplying matrices
+            of odd sizes.
 
     Returns:
-        The compact model, and what was and was not removed.
+        The compact model, with a record of what was removed and what was not.
 
     Raises:
-        ValueError: If the model has no static gates, or `add_gates` gave it input-dependent ones.
+        ValueError: If the model has no static gates, or has input-dependent gates from `add_gates`.
 
     >>> from dg_lightning import add_gates
     >>> net, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 8)
@@ -291,7 +293,7 @@ def compact(
                 "of their units."
             )
     for child in small.modules():
-        set_connections(child, None)  # shapes will change; missing connections have weight 0
+        set_connections(child, None)  # shapes will change, and missing connections have weight 0
     examples = [example, *more_examples]
     watch = OutputComparison(small, examples)
     gated, notes = _own_units(small, own, examples)
@@ -316,7 +318,7 @@ def compact(
             _remove_units(result, units, is_open[name], watch)
         if not bool((gate(torch.zeros(1, device=gate.threshold.device)) != 0).any()):
             result.notes.append(
-                f"{name}: all {units.kind} are closed; one is kept because a layer needs one."
+                f"{name}: all {units.kind} are closed, but one is kept because a layer needs one."
             )
     for name, left in gate_layers(small, required=False).items():
         if not left.input_dependent and not any(note.startswith(f"{name}:") for note in notes):
@@ -334,7 +336,7 @@ def _own_layers(model: nn.Module) -> list[Any]:
 def _own_units(
     model: nn.Module, layers: Sequence[Any], examples: Sequence[Any]
 ) -> tuple[dict[str, tuple[Units, Gate]], list[str]]:
-    """Return the units and gates of our own layers, by the name of the consumer, and notes."""
+    """Return the units and gates of our own layers for each consumer, and notes on the rest."""
     if not layers:
         return {}, []
     names = {module: name for name, module in model.named_modules()}
@@ -343,7 +345,7 @@ def _own_units(
         layer.gate = None
     try:
         found = find_units(model, examples[0], examples[1:])
-    except Exception as error:  # a model may access its gates, and fail in any way without them
+    except Exception as error:  # without its gates, a model may fail in any way
         found = UnitSearchResult({}, {}, {})
         reason = " ".join(f"the model fails without its gates ({error})".split())
     else:
@@ -380,7 +382,7 @@ def _fold_input_gates(model: nn.Module) -> None:
 
 
 def explain_shape_errors(model: nn.Module) -> RemovableHandle:
-    """Add a note on the likely cause to errors of a compact model."""
+    """Add a note about the likely cause to errors from a compact model."""
     return model.register_forward_hook(_add_note, always_call=True)
 
 
@@ -389,7 +391,8 @@ def _add_note(model: nn.Module, args: Any, output: Any) -> None:
     if isinstance(error, RuntimeError | ValueError | IndexError):
         note = (
             f"`compact` has removed units from this {type(model).__name__}. If shapes do not fit, "
-            "this call may take a branch that no example took: add one to `more_examples`."
+            "this call may take a branch that no example took: add such an example to "
+            "`more_examples`."
         )
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -432,13 +435,13 @@ def _remove_units(
         edit.undo(shrunk)
     edit.undo(0)
     result.notes.append(
-        f"{units.consumer}: {int((~is_open).sum())} closed {units.kind} stay, with weights of 0: "
-        f"{type(result.model).__name__} does not compute the same without them."
+        f"{units.consumer}: {int((~is_open).sum())} closed {units.kind} stay, with weights of 0, "
+        f"because removing them changes the outputs of {type(result.model).__name__}."
     )
 
 
 def _subsets(items: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """Return all subsets, small ones first; if there are many items, only none and all."""
+    """Return all subsets, small ones first. For many items, return only none and all."""
     if len(items) > _MOST_ATTRIBUTES:
         return iter([(), tuple(items)])
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
@@ -450,8 +453,8 @@ _FORMAT = "dg_lightning compact model, version 1"
 def save_compact(result: CompactModel, path: str | Path) -> None:
     """Save the weights of a compact model to `path`, and its recipe to `<path>.json`.
 
-    The recipe holds the attributes that differ from those set by the model's constructor, such as
-    the number of attention heads.
+    The recipe contains the attributes that differ from the values set by the model's constructor,
+    such as the number of attention heads.
 
     Args:
         result: The compact model.
@@ -470,7 +473,7 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     """Load a compact model from its files.
 
     Args:
-        build: Returns the original model without gates, for example its constructor.
+        build: Function that returns the original model without gates, such as its constructor.
         path: The file written by `save_compact`.
 
     Raises:
@@ -481,7 +484,7 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     path = Path(path)
     recipe: dict[str, Any] = json.loads(_recipe(path).read_text(encoding="utf-8"))
     if recipe.get("format") != _FORMAT:
-        raise ValueError(f"{_recipe(path)} is not the recipe of a compact model.")
+        raise ValueError(f"{_recipe(path)} is not the recipe for a compact model.")
     model = build()
     for full, number in recipe["attributes"].items():
         name, _, key = full.rpartition(".")
@@ -502,7 +505,7 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
             old.copy_(tensor)
             loaded.add(id(old))
     saved = model.state_dict().keys()
-    for full, tensor in [*model.named_parameters(), *model.named_buffers()]:  # tied ones once
+    for full, tensor in [*model.named_parameters(), *model.named_buffers()]:  # tied tensors once
         if full in saved and id(tensor) not in loaded:
             raise ValueError(f"{path} lacks {full}, which {type(model).__name__} has.")
     explain_shape_errors(model)

@@ -38,7 +38,7 @@ def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
     Args:
         activity: Non-negative contribution of each unit to each token, ``(tokens, units)``.
         size: Units per block, which must divide the number of units.
-        seed: Seed of the initial centres.
+        seed: Seed for the initial centres.
 
     >>> together = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [2, 0, 2, 0]])
     >>> sorted(cluster_units(together, 2)[:2].tolist()) in ([0, 2], [1, 3])
@@ -60,8 +60,8 @@ def cluster_units(activity: Tensor, size: int, seed: int = 0) -> Tensor:
 def _assign(similarity: Tensor, size: int) -> Tensor:
     """Assign each unit to its most similar block that has room.
 
-    Greedy assignment with capacities: each block accepts the most similar units that want it, and
-    the others try their next choice.
+    The assignment is greedy. Each block accepts the most similar units that want it, and the
+    remaining units try their next choice.
     """
     block = torch.full((len(similarity),), -1, device=similarity.device)
     room = torch.full((similarity.shape[1],), size, device=similarity.device)
@@ -78,14 +78,14 @@ def _assign(similarity: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def reorder_units(model: nn.Module, units: Units, order: Tensor) -> None:
-    """Permute units in their producers and their consumer, in place.
+    """Permute units in their producers and their consumer in place.
 
     The outputs of the model do not change.
 
     Args:
         model: The model.
-        units: Units of a feed-forward.
-        order: Index of the unit to put first, second and so on.
+        units: The units of a feed-forward layer.
+        order: For each new position, the index of the unit to put there.
     """
     for name, rows in units.producers.items():
         producer: Any = model.get_submodule(name)
@@ -113,7 +113,7 @@ _LEARNING_RATE = 3e-3
 def _recording(
     model: nn.Module, found: UnitSearchResult
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Record the inputs of producers and consumers, both by the name of the consumer."""
+    """Record the inputs to producers and to consumers, both keyed by the consumer's name."""
     inputs: dict[str, Tensor] = {}
     units: dict[str, Tensor] = {}
 
@@ -143,7 +143,7 @@ def _weights(model: nn.Module, group: Units) -> Tensor:
 def cluster(
     model: nn.Module, found: UnitSearchResult, gates: Mapping[str, Gate], run: Loss, batch: Any
 ) -> None:
-    """Reorder units so that those active together on a batch share a block."""
+    """Reorder units so that units active together on a batch share a block."""
     model.eval()
     weight = next(model.parameters())
     exact = torch.autocast(weight.device.type, enabled=False)
@@ -164,8 +164,8 @@ def cluster(
             reorder_units(model, group, orders[name].argsort())  # undo
         raise ValueError(
             f"Reordering feed-forward units changes the outputs of {type(model).__name__} (loss "
-            f"{float(before):.4f}, then {float(after):.4f}), probably because of other per-unit "
-            "weights: select other layers with `layers`."
+            f"{float(before):.4f} before, {float(after):.4f} after), probably because it has other "
+            "weights for each unit: select other layers with `layers`."
         )
 
 
@@ -202,22 +202,22 @@ def teach(
 
 
 def _carried(units: Tensor, squares: Tensor) -> Tensor:
-    """Return the norm of each block's output, normalised to sum to 1 per token."""
+    """Return the norm of each block's output, normalised so that each token's norms sum to 1."""
     by_block = units.float().unflatten(-1, (len(squares), -1)).transpose(0, 1)  # blocks first
     lengths: Tensor = ((by_block @ squares) * by_block).sum(-1).clamp_min(0).sqrt().t()
     return lengths / lengths.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
 def _largest_share_mask(carried: Tensor, share: float) -> Tensor:
-    """Return 1 for the given share of largest entries over all tokens, otherwise 0."""
+    """Return 1 for the given share of largest entries over all tokens, and 0 for the rest."""
     flat = carried.flatten()
     least = flat.kthvalue(max(len(flat) - round(share * len(flat)), 1)).values
     return (carried > least).float()
 
 
-_CHECKED = 32  # batches used to compare losses
-_LANDED_BY = 8  # batches used to match the budget after fine-tuning
-_LANDINGS = 3  # shifts to match the budget
+_CHECKED = 32  # number of batches used to compare losses
+_LANDED_BY = 8  # number of batches used to match the budget after fine-tuning
+_LANDINGS = 3  # number of shifts that match the budget
 _SHIFT_EVERY = 5  # steps
 
 
@@ -226,12 +226,12 @@ class Converted:
     """The result of `convert`.
 
     Args:
-        budget: Allowed share of the MACs of the gated feed-forwards.
-        used: Share of these MACs in use, gate networks included.
+        budget: Allowed share of the gated feed-forward layers' MACs.
+        used: Share of these MACs that is used, including gate networks.
         loss_before: Loss of the dense model.
         loss_after: Loss of the converted model.
         found: The gated units.
-        settings: Settings of the gates.
+        settings: Settings for the gates.
     """
 
     budget: float
@@ -243,7 +243,7 @@ class Converted:
 
     def __str__(self) -> str:
         return (
-            f"{self.used:.1%} of the feed-forwards' MACs for a budget of {self.budget:.1%}: "
+            f"{self.used:.1%} of the feed-forward MACs used for a budget of {self.budget:.1%}: "
             f"loss {self.loss_before:.4f} before, {self.loss_after:.4f} after"
         )
 
@@ -272,20 +272,21 @@ def convert(
     Args:
         model: The trained model.
         batches: Training batches, repeated as often as needed.
-        budget: Share of the feed-forwards' MACs that may be used, gate networks included.
-        gate: Settings of the gates, which must be dynamic; None for blocks of 64 units.
-        loss: A function that runs the model on a batch and returns the loss. None for the `losses`
-            of our modules, or the `.loss` that Hugging Face models return.
-        validation: Batches used to compare losses; None for the first training batches.
-        example: Example inputs of the model, see `find_units`.
-        layers: Name patterns of the layers that consume the units; None for all feed-forwards.
-        teach_steps: Steps that train the gates alone.
-        tune_steps: Steps that fine-tune all weights.
-        learning_rate: Peak learning rate of fine-tuning.
+        budget: Share of the feed-forward MACs that may be used, including gate networks.
+        gate: Settings for the gates, which must be dynamic. By default, blocks have 64 units.
+        loss: A function that runs the model on a batch and returns the loss. By default, this is
+            `losses` for our modules, or the `.loss` that Hugging Face models return.
+        validation: Batches used to compare losses. The default is the first training batches.
+        example: Example inputs for the model, as in `find_units`.
+        layers: Name patterns for the layers that consume the units, or None for all feed-forward
+            layers.
+        teach_steps: Number of steps that train only the gates.
+        tune_steps: Number of steps that fine-tune all weights.
+        learning_rate: Peak learning rate during fine-tuning.
         progress: Whether to show a progress bar.
 
     Returns:
-        The budget and its use, and the losses before and after.
+        The budget, the share that is used, and the losses before and after.
 
     >>> from torch.nn import functional as F
     >>> from dg_lightning.layers import GPT
@@ -311,13 +312,13 @@ def convert(
     share = budget - _decision_share(gates)
     if share <= 0:
         raise ValueError(
-            f"`budget` must exceed the cost of the gates, {budget - share:.1%} of the "
-            f"feed-forwards' MACs, got {budget}: raise it, or use larger blocks."
+            f"`budget` must exceed the gates' own cost, {budget - share:.1%} of the "
+            f"feed-forward MACs, got {budget}: raise it, or use larger blocks."
         )
     device = next(model.parameters()).device
     run = _on_device(evaluate, device)
     if iter(batches) is batches:
-        raise ValueError("`batches` must be iterable more than once: give a loader or a list.")
+        raise ValueError("`batches` must be iterable more than once: pass a loader or a list.")
     held_out = list(islice(batches if validation is None else validation, _CHECKED))
     if not held_out:
         raise ValueError("`batches` and `validation` must not be empty.")
@@ -343,7 +344,7 @@ def _settings(gate: GateSettings | None) -> GateSettings:
     default: GateSettings = {"kind": "dynamic", "block_size": 64, "scale": "probability"}
     settings = default if gate is None else gate
     if settings.get("kind") != "dynamic":
-        raise ValueError(f"`gate` must be dynamic, as {{'kind': 'dynamic'}}, got {settings}.")
+        raise ValueError(f"`gate` must be dynamic, such as {{'kind': 'dynamic'}}, got {settings}.")
     return settings
 
 
@@ -355,7 +356,7 @@ def _loss_of(model: Any) -> Loss:
         value = getattr(model(**batch) if isinstance(batch, Mapping) else None, "loss", None)
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{type(model).__name__} returns no `.loss` for a batch: give `loss`, a function "
+                f"{type(model).__name__} returns no `.loss` for a batch: pass `loss`, a function "
                 "that maps a batch to its loss."
             )
         return value
@@ -380,7 +381,7 @@ def _feed_forwards(model: nn.Module, example: Any, layers: list[str] | None) -> 
     }
     if not units:
         raise ValueError(
-            f"{type(model).__name__} has no feed-forward to convert: "
+            f"{type(model).__name__} has no feed-forward layer to convert: "
             f"{'; '.join(found.reasons()) or 'none was found'}."
         )
     units = filter_by_name(units, layers, "layer with units to gate")
@@ -388,7 +389,7 @@ def _feed_forwards(model: nn.Module, example: Any, layers: list[str] | None) -> 
 
 
 def _decision_share(gates: Mapping[str, Gate]) -> float:
-    """Return the MACs of the gate networks relative to those of the feed-forwards."""
+    """Return the MACs of the gate networks as a share of the feed-forward MACs."""
     maps = [module for gate in gates.values() for module in _maps(gate)]
     dense = sum(int(module.weight.numel()) for module in maps)
     return sum(int(gate.decision_macs()) for gate in gates.values()) / dense
@@ -413,7 +414,7 @@ def _mean_loss(model: nn.Module, run: Loss, batches: list[Any]) -> float:
 
 
 def _budget(model: nn.Module, gates: Mapping[str, Gate], share: float) -> GateBudget:
-    """Return the budget of these gates alone."""
+    """Return a budget for these gates only."""
     names = [name for name, gate in gate_layers(model).items() if gate in gates.values()]
     return gate_budgets(model, {"": share}, names, "open_rate")[""]
 
@@ -427,7 +428,7 @@ def _tune(
     share: float,
     learning_rate: float,
 ) -> None:
-    """Fine-tune all weights while holding the budget."""
+    """Fine-tune all weights while staying within the budget."""
     model.train()
     of_gates = {id(p) for gate in gates.values() for p in gate.parameters()}
     weights = [p for p in model.parameters() if p.requires_grad and id(p) not in of_gates]
@@ -453,12 +454,12 @@ def _tune(
 def _land(
     model: nn.Module, gates: Mapping[str, Gate], run: Loss, batches: list[Any], share: float
 ) -> float:
-    """Shift gates to match the budget on some batches, and return the share in use."""
+    """Shift gates to match the budget on some batches, and return the share that is used."""
     model.eval()
     budget = _budget(model, gates, share)
 
     def look() -> None:
-        """Run all batches, and record their gates as one large batch."""
+        """Run all batches, and join their gates into one large batch."""
         seen: dict[Gate, list[Tensor]] = {gate: [] for gate in gates.values()}
         for batch in batches:
             run(batch)

@@ -1,4 +1,4 @@
-"""Find units of a model that can be gated, using autograd."""
+"""Find the units in a model that can be gated, using autograd."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dg_lightning.surgery.watching import units_read_elsewhere
 
 Kind: TypeAlias = Literal["feed_forward", "heads", "channels"]
 
-_MIN_KNOWN_SHARE = 0.9  # share of a layer's outputs with a known block, to infer the others
+_MIN_KNOWN_SHARE = 0.9  # minimum share of outputs with a known block to infer the rest
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,15 +24,15 @@ class Units:
 
     Args:
         kind: The kind of units.
-        producers: For each layer that produces the units, the block of each of its outputs.
+        producers: The layers that produce the units, with the block of each output.
         consumer: The layer that consumes the units.
         size: The number of inputs of the consumer.
         block_size: The number of neighbouring inputs that close together.
         is_tokenwise: Whether each position of the consumer's input depends only on the same
             position of the producers' outputs. Per-token gates require this.
-        between: Modules with weights on the way from producers to consumer, such as norms.
-        is_independent: Whether units are known not to mix on this way, so that closed ones need not
-            be computed.
+        between: Modules with weights, such as norms, between the producers and the consumer.
+        is_independent: Whether units are known not to mix before they reach the consumer, so that
+            closed units need not be computed.
     """
 
     kind: Kind
@@ -58,10 +58,10 @@ class Units:
 class Probe:
     """Determines which producer outputs each input of a linear layer depends on.
 
-    Inputs are split into blocks of neighbours, initially of one input each, and blocks are
-    numbered. For each binary digit of these numbers, autograd shows which outputs affect blocks
-    whose digit is 1, and which affect blocks whose digit is 0. If no output affects both, its
-    digits are the number of its block. Otherwise larger blocks are tried.
+    Neighbouring inputs are grouped into numbered blocks, initially of one input each. For each
+    binary digit of the block numbers, autograd shows which outputs affect blocks whose digit is 1,
+    and which affect blocks whose digit is 0. If no output affects both, the digits give the number
+    of each output's block. Otherwise larger blocks are tried.
     """
 
     def __init__(self, call: Call, sources: list[Call]) -> None:
@@ -69,7 +69,7 @@ class Probe:
         self.sources = sources
         self.inputs = as_matrix(call.module, call.module.weight).shape[1]
         self._sizes = [n for n in range(1, self.inputs) if self.inputs % n == 0]
-        # By digit and source: outputs that affect blocks whose digit is 1, and those where it is 0.
+        # For each digit and source: outputs that affect blocks with digit 1 and with digit 0.
         self._seen: list[list[tuple[Tensor, Tensor]]] = []
         self._by_position = True
         self._changes = False
@@ -102,7 +102,7 @@ class Probe:
         return True
 
     def _rows(self, source: int) -> Tensor:
-        """Return the block of each output of a source, -1 if unknown."""
+        """Return the block of each output of a source, or -1 if unknown."""
         pairs = [digit[source] for digit in self._seen]
         number = torch.stack([one.long() << i for i, (one, _) in enumerate(pairs)]).sum(0)
         known = torch.stack([one | zero for one, zero in pairs]).all(0)
@@ -118,7 +118,7 @@ class Probe:
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended: the block of every output is known, or none exist."""
+        """Whether the search is over, because all blocks are known or none can be found."""
         if not self._sizes or self._changes:
             return True
         if not self._seen:
@@ -130,17 +130,17 @@ class Probe:
         return True
 
     def rejection_reason(self) -> str | None:
-        """Return why the inputs cannot be gated; None if they can."""
+        """Return why the inputs cannot be gated, or None if they can."""
         if self._changes:
             return "it reads from different layers for different inputs"
         if not self._sizes:
             return "units are mixed on the way to it, for example by a norm or a sum"
         if not self.done:
-            return "some units were inactive on this example: give a longer one"
+            return "some units were inactive on this example: pass a longer one"
         return None
 
     def units(self, between: Mapping[str, nn.Module]) -> Units:
-        """Return the units, given the modules with weights on the way to the consumer."""
+        """Return the units, given the modules with weights between producers and consumer."""
         size = self._sizes[0]
         maps = [self.consumer, *self.sources]
         kernels = [as_matrix(m.module, m.module.weight).shape[2] for m in maps]
@@ -173,7 +173,7 @@ def _behind(call: Call, sources: list[Call], chosen: Tensor) -> list[Tensor]:
 
 
 def _is_by_position(call: Call, sources: list[Call]) -> bool:
-    """Return True if the first and last position depend only on the same position of sources."""
+    """Return True if the first and last positions depend only on the sources at that position."""
     assert call.x is not None
     rows = call.x.reshape(-1, call.x.shape[-1])
     if any(s.leaf.shape[:-1] != call.x.shape[:-1] for s in sources):
@@ -196,7 +196,7 @@ def _is_by_position(call: Call, sources: list[Call]) -> bool:
 _NOISE_SCALES = (1.0, 30.0)
 _MAX_RUNS = 24  # runs with different noise, to activate all units
 _NAMES_OF_0_2 = {"by_position": "is_tokenwise", "is_known": "is_independent"}
-_REASONS = 6  # names printed for each reason
+_REASONS = 6  # maximum number of names printed for each reason
 _READ_ELSEWHERE = "its inputs are also read elsewhere"
 
 
@@ -205,8 +205,8 @@ class UnitSearchResult:
     """The units of a model that can be gated, and the reasons why others cannot.
 
     Args:
-        units: The units, by the name of their consumer.
-        skipped: Why the inputs of other layers cannot be gated, by layer name.
+        units: The units for each consumer, by layer name.
+        skipped: The reason why the inputs of each other layer cannot be gated, by layer name.
         calls_per_sample: How often each linear layer runs per sample.
     """
 
@@ -221,7 +221,7 @@ class UnitSearchResult:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "UnitSearchResult":
-        """Inverse of `state`; accepts the names of version 0.2."""
+        """Create a result from `state`. Names from version 0.2 are accepted."""
         units = {}
         for name, saved in state["units"].items():
             values = {_NAMES_OF_0_2.get(key, key): value for key, value in saved.items()}
@@ -248,17 +248,17 @@ class UnitSearchResult:
 def find_units(
     model: nn.Module, example: Any = None, more_examples: Sequence[Any] = ()
 ) -> UnitSearchResult:
-    """Find the units of a model that can be gated, without changing the model.
+    """Find the units in a model that can be gated, without changing the model.
 
     Args:
         model: The model. It is run in evaluation mode, without dropout.
-        example: Example inputs: a tensor, a tuple, or a dict by argument name. None for the model's
-            `example_input_array` (Lightning) or `dummy_inputs` (Hugging Face).
-        more_examples: Further examples, which take other branches of the model. Layers that no
-            example runs are not found.
+        example: Example inputs: a tensor, a tuple, or a dict by argument name. The default is the
+            model's `example_input_array` (Lightning) or `dummy_inputs` (Hugging Face).
+        more_examples: More examples, which take other branches of the model. Layers that no example
+            runs are not found.
 
     Returns:
-        The units, and the skipped layers with reasons.
+        The units, and the reason for each skipped layer.
 
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> print(find_units(net, torch.randn(2, 8)))
@@ -274,7 +274,7 @@ def find_units(
     probes: dict[str, Probe] = {}
     skipped: dict[str, str | None] = {}
     for seed in range(_MAX_RUNS):
-        # Some units mix only if they are large.
+        # Some units mix only if their values are large.
         scale = _NOISE_SCALES[seed % len(_NOISE_SCALES)]
         graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
         for graph, call in _calls(graphs):
@@ -300,15 +300,15 @@ def find_units(
     for name in units_read_elsewhere(model, examples, units):
         del units[name]
         skipped[name] = (
-            "its units affect outputs even when closed, for example by a top-k mask, a detached "
-            "norm or a weight that is used twice"
+            "its units affect outputs even when closed, for example through a top-k mask, a "
+            "detached norm or a weight that is used twice"
         )
     reasons = {name: reason for name, reason in skipped.items() if reason is not None}
     return UnitSearchResult(units, reasons, calls_per_sample)
 
 
 class _Graph:
-    """The connections between the layers of a recording."""
+    """The connections between the layers in a recording."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._model = model
@@ -341,7 +341,7 @@ class _Graph:
         return self._sources[id(call)]
 
     def between(self, call: Call) -> dict[str, nn.Module]:
-        """Return the modules with weights on the way to a layer's input."""
+        """Return the modules with weights that affect a layer's input."""
         behind = self._behind[id(call)]
         return {
             name: self._model.get_submodule(name)
@@ -350,7 +350,7 @@ class _Graph:
         }
 
     def rejection_reason(self, call: Call) -> str | None:
-        """Return why the inputs of a layer cannot be gated; None if they may be."""
+        """Return why a layer's inputs cannot be gated, or None if they may be gated."""
         sources = self.sources(call)
         if call.module in self._gated:
             return "it already has a gate"
@@ -378,7 +378,7 @@ class _Graph:
 
 
 def _calls(graphs: Iterable[_Graph]) -> Iterator[tuple[_Graph, Call]]:
-    """Yield every call of a linear layer, with the graph of its run."""
+    """Yield every call to a linear layer, with the graph of its run."""
     return ((graph, call) for graph in graphs for call in graph.maps)
 
 
@@ -431,7 +431,7 @@ def _nodes_behind(starts: Iterable[Tensor | None]) -> set[Any]:
 
 
 def _node(tensor: Tensor) -> Any:
-    """Return the autograd node of a tensor; for a leaf, the one that accumulates gradients."""
+    """Return a tensor's autograd node. For a leaf, this is the node that adds up gradients."""
     if tensor.requires_grad and tensor.grad_fn is None:
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return tensor.grad_fn
@@ -442,7 +442,7 @@ def _leaf_ids(nodes: Iterable[Any]) -> set[int]:
 
 
 def _tied_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that share a parameter with another."""
+    """Return the modules that share a parameter with another module."""
     owners: dict[int, list[nn.Module]] = {}
     for child in model.modules():
         for parameter in child.parameters(recurse=False):

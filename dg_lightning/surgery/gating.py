@@ -1,4 +1,4 @@
-"""Add gates to the units of any model, through hooks."""
+"""Add gates to the units of any model through hooks."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from dg_lightning.gates.protocol import filter_by_name
 from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
 
-_GATE = "dg_gate"  # attribute of a layer that holds the gate on its inputs
-_NESTED = "dg_use_nested_tensor"  # original setting of a TransformerEncoder
+_GATE = "dg_gate"  # attribute of a layer under which the gate on its inputs is stored
+_NESTED = "dg_use_nested_tensor"  # attribute that saves the setting of a TransformerEncoder
 
 
 class Hooks:
     """The hooks that apply a gate in the forward pass of a model.
 
-    A static gate multiplies the consumer's input. An input-dependent gate is computed from the
-    producer's input, when the producer is called.
+    The consumer's input is multiplied by the gate. If the gate depends on the input, it is computed
+    from the producer's input when the producer is called.
 
     Args:
         gate: The gate, with its `feeds` set.
-        units: The units that it gates.
-        between: The modules with weights between producers and consumer.
+        units: The gated units.
+        between: The modules with weights between the producers and the consumer.
     """
 
     def __init__(self, gate: Gate, units: Units, between: list[nn.Module]) -> None:
@@ -86,24 +86,24 @@ def add_gates(
 
     The model keeps its modules, its class and the keys of its state dict. Each gate is a submodule
     of the layer that consumes its units (`<layer>.dg_gate`) and acts through hooks. While all gates
-    are open, outputs are bitwise identical to those of the ungated model. Callbacks, ledger and
-    penalties treat these gates like those of our own nets.
+    are open, outputs are bitwise identical to those of the ungated model. Callbacks, the
+    compute ledger and penalties treat these gates like the gates in our own networks.
 
     Args:
-        model: The model, a LightningModule or any other.
-        feed_forward: Settings of gates on units between two linear layers, such as
+        model: The model, which may be a LightningModule or any other module.
+        feed_forward: Settings for gates on units between two linear layers, such as
             `{"kind": "static"}`.
-        heads: Settings of gates on attention heads, which must be static.
-        channels: Settings of gates on channels between convolutions, which must be static.
-        pairs: Names of producer and consumer layers. If given, the search is skipped: only these
-            pairs get gates, with the settings of `feed_forward`, and only the consumer counts as
+        heads: Settings for gates on attention heads. These gates must be static.
+        channels: Settings for gates on channels between convolutions. These gates must be static.
+        pairs: Names of producer and consumer layers. If given, the search is skipped. Only these
+            pairs get gates, with the settings in `feed_forward`, and only the consumer counts as
             saving compute.
-        layers: Name patterns of the layers that consume the units; None for all.
-        example: Example inputs of the model, see `find_units`.
-        more_examples: Further examples, which take other branches of the model.
+        layers: Name patterns for the layers that consume the units, or None for all layers.
+        example: Example inputs for the model, as in `find_units`.
+        more_examples: More examples, which take other branches of the model.
 
     Returns:
-        The gated units, and the skipped layers with reasons.
+        The gated units, and the reason for each skipped layer.
 
     >>> from dg_lightning import gate_layers
     >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -116,10 +116,10 @@ def add_gates(
     given = {"feed_forward": feed_forward, "heads": heads, "channels": channels}
     settings = {kind: value for kind, value in given.items() if value is not None}
     if not settings:
-        raise ValueError("Give settings for at least one of `feed_forward`, `heads`, `channels`.")
+        raise ValueError("Pass settings for at least one of `feed_forward`, `heads`, `channels`.")
     if already := gated_units(model):
         raise ValueError(
-            f"{type(model).__name__} already has gates (at {next(iter(already))}): give all "
+            f"{type(model).__name__} already has gates (at {next(iter(already))}): pass all "
             "settings in one call, or call `remove_gates` first."
         )
     if pairs:
@@ -143,14 +143,14 @@ def add_gates(
 def install_gates(
     model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
 ) -> None:
-    """Build and register gates for the units that were found."""
+    """Build and register gates for all units in a search result."""
     register_gates(model, found, build_gates(model, found, settings))
 
 
 def build_gates(
     model: nn.Module, found: UnitSearchResult, settings: Mapping[str, GateSettings]
 ) -> dict[str, Gate]:
-    """Return a gate for each consumer's units, with its `feeds` set."""
+    """Build a gate for each consumer's units, and set its `feeds`."""
     return {name: _make_gate(model, u, settings[u.kind]) for name, u in found.units.items()}
 
 
@@ -162,7 +162,7 @@ def register_gates(model: nn.Module, found: UnitSearchResult, gates: Mapping[str
         set_calls_per_sample(model.get_submodule(name), count)
     for child in model.modules():
         if isinstance(child, nn.TransformerEncoder):
-            # It converts padded inputs to nested tensors, which cannot be multiplied by gates.
+            # It would convert padded inputs to nested tensors, which gates cannot multiply.
             vars(child)[_NESTED] = child.use_nested_tensor
             child.use_nested_tensor = False
     _forget_compiled()
@@ -179,7 +179,7 @@ def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
     for name, axis in ((producer, 0), (consumer, 1)):
         module: Any = dict(model.named_modules()).get(name)
         if module is None or not is_linear_map(module):
-            raise ValueError(f"`pairs` must name linear layers of the model, got {name!r}.")
+            raise ValueError(f"`pairs` must name linear layers in the model, got {name!r}.")
         widths.append(as_matrix(module, module.weight).shape[axis])
     if widths[0] != widths[1]:
         raise ValueError(
@@ -190,8 +190,8 @@ def _given_units(model: nn.Module, producer: str, consumer: str) -> Units:
         maps = {model.get_submodule(producer), model.get_submodule(consumer)}
         if maps & {*gate.feeds.producers, *gate.feeds.consumers}:
             raise ValueError(
-                f"`pairs` must name units without a gate, but those of {producer!r} and "
-                f"{consumer!r} already have {name!r}: remove this pair."
+                f"`pairs` must name layers without gates, but {producer!r} or {consumer!r} "
+                f"already has the gate {name!r}: remove this pair."
             )
     rows = {producer: torch.arange(widths[0], device="cpu")}
     return Units("feed_forward", rows, consumer, widths[0], 1, True, is_independent=False)
@@ -210,8 +210,8 @@ def _make_gate(model: nn.Module, units: Units, settings: GateSettings) -> Gate:
     )
     if gate.input_dependent and not (units.kind == "feed_forward" and units.is_tokenwise):
         raise ValueError(
-            f"The {units.kind} of {units.consumer} cannot have input-dependent gates, which "
-            "decide position by position: use static gates."
+            f"The {units.kind} of {units.consumer} cannot have input-dependent gates, "
+            "because such gates decide for each position: use static gates."
         )
     gate.feeds = _feeds(model, units, gate)
     return gate
@@ -244,9 +244,9 @@ def _attach(model: nn.Module, units: Units, gate: Gate) -> None:
 
 
 def remove_gates(model: nn.Module) -> None:
-    """Remove all gates that `add_gates` has added, and keep the current weights."""
+    """Remove all gates added by `add_gates`, and keep the current weights."""
     if not gated_units(model):
-        raise ValueError(f"{type(model).__name__} has no gates that `add_gates` has added.")
+        raise ValueError(f"{type(model).__name__} has no gates added by `add_gates`.")
     for child in list(model.modules()):
         gate = dict(child.named_children()).get(_GATE)
         if isinstance(gate, Gate):
@@ -260,7 +260,7 @@ def remove_gates(model: nn.Module) -> None:
 
 
 def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Add the gates of AddGates or `convert` that a checkpoint describes."""
+    """Add the gates that AddGates or `convert` has saved in a checkpoint."""
     for state in (checkpoint, *checkpoint.get("callbacks", {}).values()):
         saved = state.get("add_gates") if isinstance(state, dict) else None
         if saved is not None:
@@ -271,7 +271,7 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
                     _check_units(part, units, settings)
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"The gates of the checkpoint do not fit {type(model).__name__} ({error})."
+                    f"The gates in the checkpoint do not fit {type(model).__name__} ({error})."
                 ) from error
             if not gated_units(part):
                 install_gates(part, found, settings)
@@ -295,9 +295,10 @@ def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSett
 
 
 def gated_units(model: nn.Module) -> dict[str, tuple[Units, Gate]]:
-    """Return the units and gates of `add_gates`, by the name of the consumer.
+    """Return the units and gates from `add_gates`, keyed by the consumer's name.
 
-    Names are current, since the gated model may have become part of a larger or compiled one.
+    The names are the current ones, because the gated model may have become part of a larger or
+    compiled model.
     """
     names = {child: name for name, child in model.named_modules()}
     found = {}

@@ -1,4 +1,4 @@
-"""Record a run of a model, to trace with autograd which layers feed which."""
+"""Record a run of a model, so that autograd can show which layers feed which."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +20,13 @@ _LOADERS = {"fit": "train", "validate": "val", "test": "test", "predict": "predi
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of a linear layer or an embedding.
+    """A call to a linear layer or an embedding.
 
     Args:
         name: Name of the module.
         module: The module.
-        x: Its input; None for an embedding.
-        leaf: Its output, as a leaf of the autograd graph.
+        x: The module's input, or None for an embedding.
+        leaf: The module's output, as a leaf of the autograd graph.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Recording:
     """The calls, inputs and outputs of one run of a model."""
 
     calls: list[Call] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)  # inputs of the model, as leaves
+    inputs: list[Tensor] = field(default_factory=list)  # model inputs, as leaves
     outputs: list[Tensor] = field(default_factory=list)
     others: list[tuple[str, Tensor]] = field(default_factory=list)  # outputs of other modules
 
@@ -51,11 +51,11 @@ class Recording:
 
 
 def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for a model, from an example or its default example."""
+    """Return arguments for a model from an example, or from the model's default example."""
     example = offered_example(model) if example is None else example
     if example is None:
         raise ValueError(
-            f"{type(model).__name__} must run once to show how its layers are connected: give an "
+            f"{type(model).__name__} must run once to show how its layers are connected: pass an "
             "`example` of its inputs (a tensor, a tuple, or a dict by argument name)."
         )
     # Lightning moves and casts batches, but not examples.
@@ -74,7 +74,7 @@ def arguments_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[
 
 
 def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes of a model's weights, without those of gates."""
+    """Return the dtypes of a model's weights, except for gates."""
     gates = {p for gate in gate_submodules(model) for p in gate.parameters()}
     weights = [p for p in model.parameters() if p not in gates]
     return {p.dtype for p in weights if p.is_floating_point()}
@@ -99,7 +99,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def with_first_tensor(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with its first one changed."""
+    """Return the arguments of a call after changing the first one."""
     if args:
         return (change(args[0]), *args[1:]), dict(kwargs)
     name = next(iter(kwargs))
@@ -131,7 +131,7 @@ def call_model(
 def _values_in(returned: Any) -> list[Tensor]:
     """Return all tensors, arrays and numbers in a model's output, as tensors.
 
-    Other objects, such as key-value caches, are state for later calls, and are skipped.
+    Other objects, such as key-value caches, are state for later calls and are skipped.
     """
     found: list[Tensor] = []
     pending, seen = [returned], set()
@@ -159,12 +159,12 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
     """Run a model once in evaluation mode, and record its calls.
 
     The output of every linear layer is replaced by a noisy leaf, so autograd graphs end at linear
-    layers. Noise makes units differ for any example. The model does not change.
+    layers. The noise makes units differ for any example. The model does not change.
 
     Args:
         model: The model.
-        example: Example inputs of the model.
-        seed: Seed of the noise.
+        example: Example inputs for the model.
+        seed: Seed for the noise.
         noise_scale: Scale of the noise, in standard deviations of the layer's output.
     """
     args, kwargs = arguments_of(model, example)
@@ -264,15 +264,15 @@ def _temporary_mode(model: nn.Module, training: bool = False) -> Iterator[None]:
 
 
 def check_example(example: Any) -> None:
-    """Raise ValueError if an example holds no tensor; None is allowed."""
+    """Raise ValueError if an example contains no tensor. None is allowed."""
     tensors: list[Tensor] = []
     apply_to_collection(example, Tensor, tensors.append)
     if example is not None and not tensors:
-        raise ValueError(f"`example` must hold a tensor, got {example!r}.")
+        raise ValueError(f"`example` must contain a tensor, got {example!r}.")
 
 
 def first_inputs(trainer: Any, pl_module: Any, stage: str) -> Any:
-    """Return the inputs of the first batch of the DataModule or the module's own loader, if any."""
+    """Return the inputs in the first batch from the DataModule or the module's loader, if any."""
     method = f"{_LOADERS[stage]}_dataloader"
     source: Any = getattr(trainer, "datamodule", None) or pl_module
     if source is pl_module and not is_overridden(method, pl_module):

@@ -16,7 +16,7 @@ from dg_lightning.surgery.recording import arguments_of, call_model, with_first_
 if TYPE_CHECKING:
     from dg_lightning.surgery.finding import Units
 
-_NOISE_SCALE = 10.0  # noise in changed rows, in standard deviations of the weights
+_NOISE_SCALE = 10.0  # noise added to changed rows, in standard deviations of the weights
 _ATTENTION = {
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention,
@@ -25,12 +25,12 @@ _ATTENTION = {
 
 
 class OutputComparison:
-    """Compares outputs of a model and of some modules before and after changes.
+    """Compares the outputs of a model and some of its modules before and after changes.
 
     Args:
         model: The model.
-        examples: Example inputs of the model.
-        varied: Whether to replace constant inputs, such as zeros, by noise. Constant inputs can
+        examples: Example inputs for the model.
+        varied: Whether to replace constant inputs, such as zeros, with noise. Constant inputs can
             hide differences.
     """
 
@@ -42,7 +42,7 @@ class OutputComparison:
         self._mode = _TrialMode()
 
     def look(self, *names: str, training: bool = False) -> list[Tensor]:
-        """Return the outputs of the model and of some modules."""
+        """Return the outputs of the model and the named modules."""
         self._mode.empty = 0
         outputs: list[Tensor] = []
 
@@ -60,7 +60,7 @@ class OutputComparison:
 
     def is_same(self, expected: list[Tensor], *names: str) -> bool:
         """Return True if the outputs equal those of an earlier `look`."""
-        self._mode.most_empty = self._mode.empty  # as many as before the change
+        self._mode.most_empty = self._mode.empty  # allow as many as before the change
         try:
             outputs = self.look(*names)
         except Exception:  # a model whose shapes do not match may raise anything
@@ -78,15 +78,15 @@ class OutputComparison:
 class _TrialMode(TorchFunctionMode):
     """Records which parameters are used, and rejects new empty tensors.
 
-    Grouped attention without key heads divides by zero in native code, which kills the process. As
-    it may run in compiled code, the tensors leading to it are checked.
+    Grouped attention without key heads divides by zero in native code, which kills the process.
+    Attention may run in compiled code, so the tensors that lead to it are checked too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: set[int] = set()
         self.empty = 0  # number of empty tensors created
-        self.most_empty: int | None = None  # their allowed number; None for no limit
+        self.most_empty: int | None = None  # maximum number of empty tensors, if limited
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -111,9 +111,9 @@ def units_read_elsewhere(
 ) -> set[str]:
     """Return the consumers whose units affect outputs even when closed.
 
-    Autograd does not show every use: a top-k mask, a detached norm or output, a weight that is read
-    twice. So half of the units are closed, and noise is added to the weights that produce them. No
-    output may change. The other half follows.
+    Autograd does not show every use, such as a top-k mask, a detached norm or output, or a weight
+    that is read twice. So half of the units are closed, and noise is added to the weights that
+    produce them. This must not change any output. The other half is then tested in the same way.
     """
     watch = OutputComparison(model, examples, varied=False)
 
@@ -152,8 +152,8 @@ def _closes_fully(
 ) -> bool:
     """Return True if changing the weights of closed units changes no output.
 
-    Outputs that differ from run to run are ignored, and so is a training mode in which the model
-    fails.
+    Outputs that differ from run to run are ignored. Training mode is ignored if the model fails in
+    that mode.
     """
     model, generator = watch.model, torch.Generator("cpu").manual_seed(0)
     with ExitStack() as stack:

@@ -26,7 +26,7 @@ def keep_settings_live(module: nn.Module, trainer: Any) -> None:
 
 @torch.no_grad()
 def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
-    """Copy the module's frozen gate parameters to its averages.
+    """Copy the module's frozen gate parameters to its averaged models.
 
     Logits averaged over earlier steps would open other units.
     """
@@ -41,7 +41,7 @@ def copy_gates_to_averages(module: nn.Module, trainer: Any) -> None:
 
 @torch.no_grad()
 def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[SparseLayer]) -> None:
-    """Zero a module's missing connections in its averages, after a mask has changed."""
+    """Zero a module's missing connections in its averaged models after a mask has changed."""
     copies = _copies(trainer)
     names = {child: name for name, child in module.named_modules()} if copies else {}
     for copy in copies:
@@ -52,7 +52,7 @@ def mask_averages(module: nn.Module, trainer: Any, layers: Iterable[SparseLayer]
 
 
 def has_averages(trainer: Any) -> bool:
-    """Return True if a callback holds an average of the model."""
+    """Return True if a callback holds an averaged model."""
     return bool(_copies(trainer))
 
 
@@ -97,10 +97,10 @@ def check_no_running_state(module: nn.Module, trainer: Any, callback: object) ->
     if any(getattr(child, "running_mean", None) is not None for child in module.modules()):
         raise ValueError(
             f"{name} cannot protect the running statistics of a batch norm: use a layer norm, or "
-            "none."
+            "no norm."
         )
     if has_averages(trainer):
         raise ValueError(
-            f"{name} protects weights, but an average of weights (EMA, SWA) keeps changing: "
+            f"{name} protects weights, but averaged weights (EMA, SWA) keep changing: "
             "remove one of the two callbacks."
         )

@@ -38,7 +38,7 @@ class DeviceScalars:
         self._tensor: Tensor | None = None
 
     def set(self, values: Sequence[float]) -> None:
-        """Set the numbers."""
+        """Update the numbers that have changed."""
         before, self._values = self._values, list(values)
         if self._tensor is None or before == self._values:
             return
@@ -50,22 +50,22 @@ class DeviceScalars:
                 entry.fill_(new)
 
     def on(self, like: Tensor) -> Tensor:
-        """Return the numbers with the device and dtype of a tensor."""
+        """Return the numbers as a tensor with the device and dtype of `like`."""
         kept = self._tensor
         if kept is None or (kept.device, kept.dtype) != (like.device, like.dtype):
             kept = self._tensor = like.new_tensor(self._values)
         return kept
 
 
-_MOST_KINDS = 32  # graphs of passes, and as many graphs of updates
+_MOST_KINDS = 32  # maximum number of recorded passes, and of recorded updates
 
 
 class CannotCaptureError(RuntimeError):
-    """A step that cannot be captured in a CUDA graph."""
+    """Raised if a step cannot be captured in a CUDA graph."""
 
 
 class _Pass(NamedTuple):
-    """A recorded forward and backward pass with its results."""
+    """The graph of a forward and backward pass, with its inputs and results."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Any]
@@ -75,18 +75,18 @@ class _Pass(NamedTuple):
 
 
 class StepGraphs:
-    """Records the training steps of a module and replays them.
+    """Records a module's training steps and replays them.
 
     A step has two graphs: the *pass* (losses, penalties, backward) and the *update* (masks,
     clipping, scaler, optimizer), because one update may follow several passes. A new kind of step
-    runs eagerly once, is recorded the second time, and is replayed from then on. Kinds differ in
-    what Python decides: shapes, floors, which parameters have gradients, optimizer constants, and
-    the values that callbacks return from `prepare_step`. Numbers that change between steps are
-    tensors that are updated in place.
+    runs eagerly once, is recorded the second time, and is replayed from then on. The kind covers
+    everything that Python decides: shapes, gate floors, which parameters have gradients, optimizer
+    constants, and the values that callbacks return from `prepare_step`. Numbers that change between
+    steps are kept in tensors that are updated in place.
 
     Args:
         module: The module whose `losses(batch)` is recorded.
-        trainer: Its Trainer, with one optimizer.
+        trainer: The module's Trainer, which must have one optimizer.
     """
 
     def __init__(self, module: Any, trainer: Any) -> None:
@@ -104,14 +104,15 @@ class StepGraphs:
         self._is_full = False
         self._device = trainer.strategy.root_device
         self._stream = torch.cuda.Stream(self._device)
-        # Graphs in a pool overwrite each other's results, but a pass must outlive the update.
+        # Graphs in the same pool overwrite each other's results, but the update must not
+        # overwrite those of a pass.
         self._pass_pool = torch.cuda.graph_pool_handle()
         self._update_pool = torch.cuda.graph_pool_handle()
 
     # The pass.
 
     def run_pass(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Return the losses of a batch; a replay has already computed the gradients."""
+        """Return the losses of a batch. A replay also computes the gradients."""
         self.replayed = False
         self._invalidate_on_realloc(batch_idx)
         first = batch_idx % self.trainer.accumulate_grad_batches == 0
@@ -148,7 +149,7 @@ class StepGraphs:
             self._updates.clear()
 
     def _graph_key(self) -> Hashable:
-        """Return what Python decides in a step, or None to run it eagerly."""
+        """Return a key for the current kind of step, or None to run it eagerly."""
         trainer = self.trainer
         asked = [callback.prepare_step(trainer) for callback in self._callbacks]
         if any(kind is None for kind in asked):
@@ -165,11 +166,11 @@ class StepGraphs:
         )
 
     def _describe(self, leaf: Any) -> Hashable:
-        """Return the features of a leaf that a pass depends on."""
+        """Return the properties of a leaf on which a recorded pass depends."""
         if isinstance(leaf, Tensor) and leaf.device == self._device:
             return leaf.shape, leaf.dtype
         plain = leaf is None or isinstance(leaf, str | int | float)
-        return leaf if plain else object()  # equals nothing, so the pass is never recorded
+        return leaf if plain else object()  # a unique key, so the pass is never recorded
 
     def _is_new(self, known: dict[Hashable, Any], key: Hashable) -> bool:
         if key in known:
@@ -179,7 +180,7 @@ class StepGraphs:
         elif not self._is_full:
             self._is_full = True
             rank_zero_info(
-                f"{type(self.module).__name__}: there are more than {_MOST_KINDS} kinds of steps "
+                f"{type(self.module).__name__}: more than {_MOST_KINDS} kinds of steps occurred "
                 "(shapes, plain values in batches, optimizer settings). Further kinds run eagerly."
             )
         return True
@@ -206,7 +207,7 @@ class StepGraphs:
             [parameter.grad for parameter in self._parameters],
         )
 
-    # The gradients: graphs write each one to a fixed tensor.
+    # The gradients. Graphs write each one to a fixed tensor.
 
     def copy_grads_to_static(self) -> None:
         """Copy the gradients of a backward pass to their fixed tensors."""
@@ -228,7 +229,7 @@ class StepGraphs:
     # The update.
 
     def run_update(self, step: Callable[[], None]) -> None:
-        """Run the optimizer step, eagerly by `step` or by its graph."""
+        """Run the optimizer step by calling `step` or replaying its graph."""
         self._learning_rates.set([float(g["lr"]) for g in self.optimizer.param_groups])
         key = (self._kind, self._with_gradient())
         if self._kind is None or self._is_new(self._updates, key):
@@ -244,7 +245,7 @@ class StepGraphs:
 
     @contextmanager
     def _device_settings(self, capturable: bool) -> Iterator[None]:
-        """Put the optimizer's learning rates on the device for a step."""
+        """Keep the optimizer's learning rates on the device during a step."""
         groups = self.optimizer.param_groups
         before = [{key: group[key] for key in group if key != "params"} for group in groups]
         rates = self._learning_rates.on(torch.empty(0, device=self._device))
@@ -260,14 +261,14 @@ class StepGraphs:
 
     @contextmanager
     def _recording(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record work on the device, which runs only when replayed."""
+        """Record device work in a graph without running it."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.graph(graph, pool, self._stream, "thread_local"):
                 yield graph
         except RuntimeError as error:
             torch.cuda.set_stream(stream)
-            # A complete graph takes the random generators out of their capture state.
+            # Capturing a complete graph resets the capture state of the random generators.
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 torch.rand(1, device=self._device)
             first: BaseException = error  # later errors only report the broken graph
@@ -277,7 +278,7 @@ class StepGraphs:
 
 
 def _flatten_batch(batch: Any) -> list[Any]:
-    """Flatten a batch, with each container's type and size before its values."""
+    """Flatten a batch, and put each container's type and size before its values."""
     if isinstance(batch, Mapping):
         inside = [leaf for key, value in batch.items() for leaf in (key, *_flatten_batch(value))]
     elif isinstance(batch, list | tuple):
@@ -312,22 +313,23 @@ _OWN = ("training_step", "backward", "optimizer_zero_grad", "optimizer_step")
 class CapturedSteps(pl.LightningModule):
     """Base class of modules whose training steps are replayed as CUDA graphs.
 
-    A small net spends most of a step in Python and kernel launches. A subclass defines
+    In a small net, Python and kernel launches take most of a step's time. A subclass defines
     `losses(batch)` instead of `training_step`. Forward, backward, penalties, clipping and the
-    optimizer step are then recorded once and replayed. Learning rates are rounded to float32; if
-    this is exact, results equal eager training bit for bit. On a CPU, or if a step cannot be
-    recorded, the module logs the reason and trains eagerly.
+    optimizer step are then recorded once and replayed. Learning rates are rounded to float32. If
+    rounding does not change them, results are bit-for-bit identical to eager training. On a CPU, or
+    if a step cannot be recorded, the module logs the reason and trains eagerly.
 
-    `losses` must do the same for every batch of a shape, because a replay repeats the Python
+    `losses` must do the same for all batches of the same shape, because a replay repeats the Python
     decisions, Python random numbers and attribute values of the recorded step. Capturing needs one
     device, automatic optimization and an optimizer that is `fused` or `capturable`. A subclass that
     overrides `on_train_start` must call `super().on_train_start()`.
 
     A callback with hooks between `training_step` and the optimizer step prevents capturing, unless
-    it has a method `prepare_step(trainer)`. It is called before every captured pass, writes numbers
-    into device tensors, and returns what the hooks decide in Python (hashable), or None to run the
-    step eagerly. Hooks around the backward pass are recorded. They are also called in replays,
-    where they must do nothing: check `dg_lightning.training.is_replayed(pl_module)`.
+    it has a method `prepare_step(trainer)`. This method is called before every captured pass. It
+    writes changing numbers into device tensors, and returns a hashable value that covers all Python
+    decisions in the hooks, or None to run the step eagerly. Hooks around the backward pass are
+    recorded. They are also called in replays, but must do nothing there. To detect a replay, call
+    `dg_lightning.training.is_replayed(pl_module)`.
 
     >>> class Regression(CapturedSteps):
     ...     def __init__(self):
@@ -345,7 +347,7 @@ class CapturedSteps(pl.LightningModule):
     """
 
     cuda_graphs = True  # whether to record steps
-    _graphs: StepGraphs | None = None  # while training
+    _graphs: StepGraphs | None = None  # set while training
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the `loss` to differentiate, and further values to log."""
@@ -379,7 +381,7 @@ class CapturedSteps(pl.LightningModule):
     def _run_captured(
         self, as_usual: Callable[[], Any], captured: Callable[[StepGraphs], Any]
     ) -> Any:
-        """Run a step with graphs, or eagerly if this is impossible."""
+        """Run a step with graphs if possible, otherwise eagerly."""
         if self._graphs is None:
             return as_usual()
         try:
@@ -444,11 +446,11 @@ def check_losses(values: Any, name: str) -> None:
     """Check that `losses` returned a dict of tensors with a `loss`."""
     if not isinstance(values, dict) or not isinstance(values.get("loss"), Tensor):
         got = list(values) if isinstance(values, dict) else type(values).__name__
-        raise TypeError(f"`losses` of {name} must return a dict with a tensor `loss`, got {got}.")
+        raise TypeError(f"`{name}.losses` must return a dict with a tensor `loss`, got {got}.")
     for key, value in values.items():
         if not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise TypeError(f"`losses` of {name} must return tensors, got {kind} for {key!r}.")
+            raise TypeError(f"`{name}.losses` must return only tensors, got {kind} for {key!r}.")
 
 
 def is_replayed(module: Any) -> bool:
@@ -472,13 +474,13 @@ def capture_blocker(module: pl.LightningModule, trainer: Any) -> str | None:
     if not all(group.get("fused") or group.get("capturable") for group in groups):
         return f"{kind} is neither `fused` nor `capturable`: set `fused=True`."
     if has_scaler(trainer) and not all(group.get("fused") for group in groups):
-        return f"{kind} is not `fused`, so it waits for the loss scaler in every step."
+        return f"{kind} is not `fused`, so every step would wait for the loss scaler."
     clipping = type(module).configure_gradient_clipping.__module__
     if clipping.split(".")[0] not in ("lightning", "pytorch_lightning", "dg_lightning"):
         return f"{type(module).__name__} overrides `configure_gradient_clipping`."
     for method in _OWN:
         own = getattr(type(module), method) is not getattr(CapturedSteps, method)
-        if own or method in vars(module):  # torch.compile sets it on the instance
+        if own or method in vars(module):  # torch.compile sets the method on the instance
             return f"{type(module).__name__} overrides `{method}`."
     for hooked in (module, *trainer.callbacks):
         parent = pl.LightningModule if hooked is module else pl.Callback

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 from dg_lightning.training.spec import check_trusted
 
 _UNREADABLE = (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError)
-# Keys under which Lightning keeps hyper-parameters, today and in its first versions.
+# Keys under which current and early versions of Lightning save hyperparameters.
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _OUTDATED = ("hparams", "module_arguments", "hparams_type")
 _NOT_OF_DATA = (*_HYPER_PARAMETERS, "callbacks", "loops", "state_dict")
 _VERSION = "pytorch-lightning_version"
-_MAX_EXPANDED = 2**20  # bytes up to which a tensor may be larger than its storage
+_MAX_EXPANDED = 2**20  # tensors up to this many bytes may be larger than their storage
 _SPARE_ENTRIES = 2**28  # entries that a model may have beyond four times its saved weights
-_MIN_ENTRIES = 10**5  # entries that a tensor counts as at least, since small ones take time too
+_MIN_ENTRIES = 10**5  # smaller tensors count as this many entries, because they take time too
 _FACTORIES: set[Callable[..., Any]] = {
     torch.arange,
     torch.empty,
@@ -47,7 +47,7 @@ _FACTORIES: set[Callable[..., Any]] = {
 
 @contextmanager
 def opened(source: str | Path | IO[bytes]) -> Iterator[IO[bytes]]:
-    """Open a checkpoint, so that the checked file is the loaded one.
+    """Open a checkpoint, so that the file that is checked is also the one that is loaded.
 
     A URL is downloaded once, to a private temporary file.
     """
@@ -67,7 +67,7 @@ def _local_path(source: str | Path) -> Path:
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"There is no checkpoint {str(source)!r}: pass an existing path with --ckpt_path."
+            f"No checkpoint found at {str(source)!r}: pass an existing path with --ckpt_path."
         )
     return path
 
@@ -78,14 +78,14 @@ _RENAMED_HPARAMS = {"capture": "cuda_graphs"}  # since version 0.2
 def read_checkpoint(
     source: str | Path | IO[bytes], also: Iterable[str] = (), name: str | Path | None = None
 ) -> dict[str, Any]:
-    """Load a Lightning checkpoint, if it names only trusted classes.
+    """Load a Lightning checkpoint that names only trusted classes.
 
-    Tensors of a local file are memory-mapped. The position in an open file does not change.
+    Tensors in a local file are memory-mapped. The position in an open file does not change.
 
     Args:
         source: A path, a URL or an open file.
         also: Further packages to trust in this call.
-        name: Name of an open file in messages.
+        name: Name to show for an open file in messages.
 
     Raises:
         ValueError: If the file is not a checkpoint, or names classes that are not trusted.
@@ -112,8 +112,8 @@ def read_checkpoint(
     except _UNREADABLE as error:
         if "GLOBAL" in str(error) or _first_byte(source, start) == pickle.PROTO:
             raise ValueError(
-                f"{named} holds Python objects, which may run code when loaded: use a checkpoint "
-                "of tensors and plain values."
+                f"{named} contains Python objects, which may run code when loaded: use a "
+                "checkpoint that contains only tensors and plain values."
             ) from error
         raise ValueError(
             f"{named} is not a checkpoint, or is truncated: pass another one with --ckpt_path."
@@ -140,7 +140,7 @@ def _first_byte(source: str | Path | IO[bytes], start: int) -> bytes:
 
 def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
     if not isinstance(content, dict) or _VERSION not in content:
-        raise ValueError(f"{source} is not a checkpoint of a Trainer: use another one.")
+        raise ValueError(f"{source} is not a Lightning checkpoint: use another one.")
     try:
         Version(content[_VERSION])
     except (InvalidVersion, TypeError) as error:
@@ -151,7 +151,7 @@ def _checked(content: Any, source: str, also: Iterable[str]) -> dict[str, Any]:
     if not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{source} has no weights (`state_dict`): use another checkpoint.")
     if not all(isinstance(name, str) for name in content["state_dict"]):
-        raise ValueError(f"{source}: the names of weights must be text: use another checkpoint.")
+        raise ValueError(f"{source}: weight names must be text: use another checkpoint.")
     for name, tensor in content["state_dict"].items():
         if isinstance(tensor, Tensor) and _is_expanded(tensor):
             raise ValueError(f"{source} has weights larger than the file ({name}): use another.")
@@ -212,13 +212,13 @@ def _tensors(content: Any) -> Iterator[Tensor]:
 
 
 def limited_to_weights(checkpoint: Mapping[str, Any], source: object) -> "_EntryLimit":
-    """Limit the size of new models by a checkpoint's weights.
+    """Return a context that limits new models to the size of a checkpoint's weights.
 
-    Otherwise, hyper-parameters could ask for any number of units or layers.
+    Otherwise, hyperparameters could request any number of units or layers.
 
     Args:
         checkpoint: The checkpoint.
-        source: Its origin, for the error message.
+        source: Where the checkpoint comes from, for the error message.
     """
     weights = [w for w in checkpoint["state_dict"].values() if isinstance(w, Tensor)]
     storages = {w.data_ptr(): w.numel() for w in weights if w.layout == torch.strided}
@@ -242,7 +242,7 @@ class _EntryLimit(TorchFunctionMode):
             options = {k: v for k, v in kwargs.items() if k not in ("generator", "out")}
             try:
                 self._add(func(*args, **{**options, "device": "meta", "pin_memory": False}).numel())
-            except (RuntimeError, TypeError, OverflowError):  # too large, or torch raises below
+            except (RuntimeError, TypeError, OverflowError):  # too large, or invalid
                 self._add(max(_integers(args), default=0))
         return func(*args, **kwargs)
 
@@ -250,7 +250,7 @@ class _EntryLimit(TorchFunctionMode):
         self.entries += max(entries, _MIN_ENTRIES)
         if self.entries > self.limit:
             raise ValueError(
-                f"{self.source}: the hyper-parameters ask for a model much larger than the saved "
+                f"{self.source}: the hyperparameters ask for a model much larger than the saved "
                 "weights: use another checkpoint."
             )
 
@@ -274,7 +274,7 @@ def preparation_in(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint was saved at an epoch's last batch, before its end."""
+    """Return True if a checkpoint was saved at an epoch's last batch, before the epoch ended."""
     batch = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if batch is None or not batch["is_last_batch"]:
         return False
@@ -323,7 +323,7 @@ def open_checked(
     hparams_file: str | Path | None,
     given: Collection[str] = (),
 ) -> Iterator[tuple[IO[bytes], "_EntryLimit", dict[str, Any]]]:
-    """Open and check a checkpoint; yield file, size limit and arguments.
+    """Open and check a checkpoint, and yield the file, size limit and extra arguments.
 
     Args:
         cls: The class to load.
@@ -333,7 +333,7 @@ def open_checked(
     """
     with opened(source) as file:
         saved = read_checkpoint(file, name=source if isinstance(source, (str, Path)) else None)
-        # LightningCLI's parser would import classes that the other values name.
+        # LightningCLI's parser would import the classes that the other hyperparameters name.
         if any("_instantiator" in saved.get(key, {}) for key in _HYPER_PARAMETERS):
             raise ValueError(f"The checkpoint was not saved from a {cls.__name__}: use another.")
         hparams = {} if hparams_file is None else _read_hparams(cls, Path(hparams_file))
@@ -350,12 +350,12 @@ def open_checked(
         limit = limited_to_weights(
             saved, source if isinstance(source, (str, Path)) else "The checkpoint"
         )
-        del saved  # it takes as much memory as the loaded module
+        del saved  # takes as much memory as the loaded module
         yield file, limit, hparams
 
 
 def _read_hparams(cls: type, path: Path) -> dict[str, Any]:
-    """Read hyper-parameters from a YAML file, if they are trusted plain values.
+    """Read hyperparameters from a YAML file, if they are trusted plain values.
 
     Lightning would read the file again, and import the class that `_instantiator` names.
     """
@@ -366,10 +366,10 @@ def _read_hparams(cls: type, path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"`hparams_file` {str(path)!r} is not plain YAML: fix it.") from error
     if not isinstance(values, dict) or "_instantiator" in values:
-        raise ValueError(f"`hparams_file` {str(path)!r} has no hyper-parameters of a module.")
+        raise ValueError(f"`hparams_file` {str(path)!r} has no module hyperparameters.")
     check_trusted(values, path)
-    # Lightning's own file also has the hyper-parameters of the data.
+    # The file that Lightning writes also contains the hyperparameters of the DataModule.
     known = {key: value for key, value in values.items() if key in signature(cls).parameters}
     if not known:
-        raise ValueError(f"`hparams_file` {str(path)!r} has no argument of {cls.__name__}.")
+        raise ValueError(f"`hparams_file` {str(path)!r} has no arguments for {cls.__name__}.")
     return known

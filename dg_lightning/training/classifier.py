@@ -21,31 +21,31 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedClassifier(GatedModule):
-    """Trains a net with cross-entropy; reports its accuracy and executed MACs.
+    """Trains a net with cross-entropy, and reports its accuracy and executed MACs.
 
     Args:
         net: Class path and arguments of the net, or a module, which must be passed again to load a
-            checkpoint. Of `in_features`, `input_shape` and `num_classes`, a class gets those that
-            it has a parameter for and that are not set.
+            checkpoint. A class is also passed `in_features`, `input_shape` and `num_classes`,
+            unless it lacks the parameter or the argument is already set.
         input_shape: Shape of one sample. The command line reads it from the data.
         num_classes: Number of classes. The command line reads it from the data.
-        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
-        lr_scheduler: Class path and arguments; by default no scheduler.
+        optimizer: Class path and arguments. The default is AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments. There is no scheduler by default.
         lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
         lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
         class_weights: Weight of each class in the loss. `balanced` uses the DataModule's weights.
         label_smoothing: Share of the target that is spread over all classes.
         gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
-            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            Weight decay is not applied to them, because it would pull p to 0.5. Weight matrices in
             GateNets are trained like other weights.
-        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        gate_clip_norm: Maximum gradient norm of all gate parameters together.
         cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
 
     | logged key | meaning |
     |---|---|
     | `train/loss` | training loss: sum of task and auxiliary loss |
-    | `train/task_loss`, `train/aux_loss` | its terms; the second for nets with `auxiliary_loss()` |
+    | `train/task_loss`, `train/aux_loss` | its terms; `aux_loss` only with `auxiliary_loss()` |
     | `val/loss`, `val/accuracy`, `val/macro_f1`, `test/...` | computed with hard gates |
     | `compute/...` | MACs in validation and test, see `ComputeReport.metrics` |
 
@@ -96,7 +96,7 @@ class GatedClassifier(GatedModule):
         self.balanced = class_weights == "balanced"
         weights = [1.0] * classes if class_weights == "balanced" else class_weights
         check_class_weights(weights, classes)
-        # A buffer, so that a checkpoint is evaluated with its own class weights.
+        # A buffer, so that a loaded model is evaluated with the class weights from its training.
         self.register_buffer("class_weights", None if weights is None else torch.tensor(weights))
 
     @override

@@ -19,29 +19,32 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 class GatedLM(GatedModule):
     """Trains a language model and counts the executed MACs per token.
 
-    Batches are pairs of tokens and their next tokens, both ``(batch, tokens)``.
+    Batches are pairs of tokens and next tokens, both with shape ``(batch, tokens)``.
 
     Args:
-        net: Net that maps tokens to logits of the next token: class path and arguments, such as
-            `dg_lightning.layers.GPT`, or a module, which must be passed again to load a checkpoint.
+        net: Net that maps tokens to logits for the next token. It is given as a class path, such
+            as `dg_lightning.layers.GPT`, with arguments, or as a module, which must be passed again
+            to load a checkpoint.
         input_shape: Context length, as a shape. The command line reads it from the data.
         num_classes: Size of the vocabulary. The command line reads it from the data.
-        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
-        lr_scheduler: Class path and arguments; by default no scheduler.
+        optimizer: Class path and arguments. The default is AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments. There is no scheduler by default.
         lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
         lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
         gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
-            They have no weight decay. Weight matrices of GateNets are trained like other weights.
-        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+            Weight decay is not applied to them. Weight matrices in GateNets are trained like other
+            weights.
+        gate_clip_norm: Maximum gradient norm of all gate parameters together.
         cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
         engine: How feed-forwards skip closed blocks, see `runtime.skip_closed_blocks`. `masked`
-            computes all blocks, so training does not depend on the machine. `predict` always skips.
+            computes all blocks, so training does not depend on the machine. Prediction always
+            skips closed blocks.
 
     | logged key | meaning |
     |---|---|
     | `train/loss` | training loss: sum of task and auxiliary loss |
-    | `train/task_loss`, `train/aux_loss` | its terms; the second for nets with `auxiliary_loss()` |
+    | `train/task_loss`, `train/aux_loss` | its terms; `aux_loss` only with `auxiliary_loss()` |
     | `val/loss`, `test/loss` | cross-entropy per token in nats, with hard gates |
     | `val/accuracy`, `test/accuracy` | share of tokens for which the top prediction is correct |
     | `compute/...` | MACs per token in validation and test, see `ComputeReport.metrics` |
@@ -87,7 +90,7 @@ class GatedLM(GatedModule):
 
     @override
     def task_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross-entropy of all tokens, in nats."""
+        """Return the mean cross-entropy over all tokens, in nats."""
         return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
     @override

@@ -44,16 +44,16 @@ from dg_lightning.training.spec import (
 
 
 def unsaved_arguments(net: Any) -> list[str]:
-    """Return the arguments that checkpoints omit: a net passed as a module."""
+    """Return the arguments to leave out of checkpoints: a net passed as a module."""
     return ["net"] if isinstance(net, nn.Module) else []
 
 
 def known_num_classes(num_classes: int | None, net: Any) -> int:
-    """Return the given number of classes, or that of the net's arguments."""
+    """Return the number of classes, from the net's arguments if not given."""
     if num_classes is None and isinstance(net, Mapping):
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
-        raise ValueError("`num_classes` is unknown: set it, or use a DataModule that has it.")
+        raise ValueError("`num_classes` is unknown: set it, or use a DataModule that defines it.")
     if num_classes < 2:
         raise ValueError(
             f"`num_classes` must be at least 2, got {num_classes}: use GatedRegressor for "
@@ -78,9 +78,9 @@ def check_sizes(
         own, theirs = hparams.get(name), getattr(data, name, None)
         if own is not None and theirs is not None and _size_as_list(own) != _size_as_list(theirs):
             raise ValueError(
-                f"The model has {name} {_size_as_list(own)}, {type(data).__name__} has "
-                f"{_size_as_list(theirs)}: set model.{name}={_size_as_list(theirs)}, or use the data that the "
-                "checkpoint was trained on."
+                f"The model has {name} {_size_as_list(own)}, but {type(data).__name__} "
+                f"has {_size_as_list(theirs)}: set model.{name}={_size_as_list(theirs)}, or use "
+                "the data that the checkpoint was trained on."
             )
 
 
@@ -97,7 +97,7 @@ def check_class_weights(weights: Sequence[float] | None, num_classes: int) -> No
 
 
 def balanced_weights(data: Any) -> Tensor:
-    """Return the class weights of a DataModule."""
+    """Return the class weights that a DataModule provides."""
     weights = getattr(data, "class_weights", None)
     if weights is None:
         raise ValueError(
@@ -126,8 +126,8 @@ _SPARSE = (
 )
 
 _UNFINISHED = (
-    "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and the "
-    "hooks at the end of this epoch: add ExactResume to run them."
+    "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and "
+    "hooks at the end of that epoch: add ExactResume to run them."
 )
 
 
@@ -140,19 +140,20 @@ class GatedModule(CapturedSteps, TrustedLoading):
     `save_hyperparameters` and defines `task_loss(logits, target)`.
 
     Args:
-        net: Class path and arguments of the net, or a module. Of `in_features`, `input_shape` and
-            `num_classes`, a class gets those that it has a parameter for and that are not set.
+        net: Class path and arguments of the net, or a module. A class is also passed
+            `in_features`, `input_shape` and `num_classes`, unless it lacks the parameter or the
+            argument is already set.
         input_shape: Shape of one sample. The command line reads it from the data.
         num_classes: Number of classes. The command line reads it from the data.
-        metrics: Metrics of logits and targets, by logged name.
-        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
-        lr_scheduler: Class path and arguments; by default no scheduler.
+        metrics: Metrics to compute from logits and targets, by logged name.
+        optimizer: Class path and arguments. The default is AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments. There is no scheduler by default.
         lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
         lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
         gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
-            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            Weight decay is not applied to them, because it would pull p to 0.5. Weight matrices in
             GateNets are trained like other weights.
-        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        gate_clip_norm: Maximum gradient norm of all gate parameters together.
         cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
     """
@@ -194,7 +195,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.test_metrics = metrics.clone(prefix="test/")
         self.val_ledger = ComputeLedger(self.net)
         self.test_ledger = ComputeLedger(self.net)
-        # Report of the last validation or test. Logged values are its figures in float32.
+        # Report on the last validation or test. The logged values are its figures in float32.
         self.compute_report: ComputeReport | None = None
         # How the training data was prepared, as loaded from a checkpoint.
         self.preparation: dict[str, Any] | None = None
@@ -211,11 +212,11 @@ class GatedModule(CapturedSteps, TrustedLoading):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save plain values only, without modules and additions of LightningCLI."""
+        """Save plain values only, not modules or values that LightningCLI adds."""
         caller = frame or cast(FrameType, inspect.currentframe()).f_back
         super().save_hyperparameters(*args, ignore=ignore, frame=caller, logger=logger)
-        # `load_from_checkpoint` would call the instantiator of LightningCLI. With it, LightningCLI
-        # has also added the class path, if the other values cannot be read without it.
+        # Remove LightningCLI's instantiator, because `load_from_checkpoint` would call it. If there
+        # is one, LightningCLI has already added the class path where it is needed.
         if self.hparams.pop("_instantiator", None) is None:
             path = f"{type(self).__module__}.{type(self).__qualname__}"
             self.hparams.setdefault("_class_path", path)
@@ -319,7 +320,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
             with FlopRecorder(self.net) as count:
                 logits: Tensor = self(x)
         except Exception as error:
-            logits = self(x)  # raises again if the error is the net's, not the counter's
+            logits = self(x)  # fails again if the net caused the error, not the counter
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             rank_zero_warn(f"The MACs of the whole net cannot be counted ({reason}).")
             return logits
@@ -342,7 +343,7 @@ class GatedModule(CapturedSteps, TrustedLoading):
         self.compute_report = ledger.report(self.net, self._whole_net)
         if self.compute_report.uncounted and not self.trainer.sanity_checking:
             rank_zero_warn(
-                "The shares in compute/... cover linear layers only, without "
+                "The shares in compute/... cover only linear layers and omit "
                 f"{', '.join(self.compute_report.uncounted)}."
             )
         for key, value in self.compute_report.metrics().items():
@@ -377,8 +378,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # Without a sparse callback, the ledger learns of missing connections here. A fit without
-        # the callback would fill them again.
+        # Without a sparse callback, this is how the ledger learns about missing connections.
+        # Training without the callback would fill them again.
         if self._stage != "fit":
             announce_masks(self, saved_masks(checkpoint))
         elif saved_masks(checkpoint) and not self._keeps_masks():

@@ -1,4 +1,4 @@
-"""Build optimizers and learning-rate schedulers for nets with gates from plain values."""
+"""Build optimizers and learning-rate schedulers for gated nets from plain values."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dg_lightning.gates import gate_layers
 from dg_lightning.training.spec import OptimizerConfig, SchedulerConfig, build, import_class
 
-_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # fused on a GPU
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # can be fused on a GPU
 
 
 def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
-    """Return an optimizer config with `fused=True`, if possible and not already chosen.
+    """Return the config with `fused=True`, unless that is impossible or already decided.
 
     >>> enable_fused({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})["init_args"]
     {'lr': 0.1, 'fused': True}
@@ -33,7 +33,7 @@ def enable_fused(optimizer: OptimizerConfig) -> OptimizerConfig:
 
 
 def restore_fused(optimizer: Optimizer) -> None:
-    """Make an optimizer fused again after loading an unfused one's state."""
+    """Make an optimizer fused again after it has loaded the state of an unfused one."""
     for group in optimizer.param_groups if optimizer.defaults.get("fused") else ():
         group["fused"] = True
         for parameter in group["params"]:
@@ -51,7 +51,7 @@ def may_be_fused(trainer: Any, clips_gates: bool) -> bool:
     """Return True if gradient clipping allows a fused optimizer.
 
     A fused optimizer unscales gradients in its step, after clipping. Lightning therefore refuses to
-    clip in mixed precision, even in bfloat16, which does not scale.
+    clip in mixed precision, even in bfloat16, where losses are not scaled.
     """
     if trainer.gradient_clip_val and isinstance(trainer.precision_plugin, MixedPrecision):
         return False
@@ -64,7 +64,7 @@ def has_scaler(trainer: Any) -> bool:
 
 
 def param_groups(module: nn.Module, lr: float, gate_lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Return optimizer parameter groups of weights and gates.
+    """Return optimizer parameter groups for weights and gates.
 
     Gate logits and biases get their own learning rate and no weight decay. Weight matrices of
     GateNets belong to the weights.
@@ -132,8 +132,8 @@ def build_optimizers(
     if gates and not math.isclose(rates[1], rates[0] * gate_lr_factor):
         raise ValueError(
             f"{type(scheduling).__name__} sets learning rates and ignores "
-            f"`gate_lr_factor={gate_lr_factor}`: pass it a list of rates, for weights and gates, "
-            "and set the factor to 1."
+            f"`gate_lr_factor={gate_lr_factor}`: pass it a list of rates, first for weights and "
+            "then for gates, and set the factor to 1."
         )
     config: dict[str, Any] = {"scheduler": scheduling, "interval": interval}
     if isinstance(scheduling, ReduceLROnPlateau):
@@ -142,7 +142,7 @@ def build_optimizers(
 
 
 def warn_scheduler_length(trainer: Any) -> None:
-    """Log schedulers whose length differs from that of the training run.
+    """Log a message for each scheduler whose length differs from the training run's.
 
     Nothing is logged if the length is uncertain, or if the run is resumed with its old scheduler.
     """
@@ -153,7 +153,7 @@ def warn_scheduler_length(trainer: Any) -> None:
     for config in trainer.lr_scheduler_configs:
         by_epoch = config.interval == "epoch"
         if not by_epoch and trainer.reload_dataloaders_every_n_epochs:
-            continue  # epochs may differ
+            continue  # epochs may differ in length
         length = trainer.max_epochs if by_epoch else trainer.estimated_stepping_batches
         for name in ("T_max", "total_steps"):
             planned = getattr(config.scheduler, name, None)

@@ -15,24 +15,24 @@ from dg_lightning.training.spec import NetConfig, OptimizerConfig, SchedulerConf
 
 
 class GatedRegressor(GatedModule):
-    """Trains a regression net by least squares; reports R² and executed MACs.
+    """Trains a regression net by least squares, and reports R² and executed MACs.
 
-    The net learns the standardised target, with mean and standard deviation from the DataModule's
-    `target_scale`. Metrics and predictions are in units of the target.
+    The target is standardised by the mean and standard deviation in the DataModule's
+    `target_scale`. Metrics and predictions are in the target's original units.
 
     Args:
         net: Class path and arguments of the net, or a module, which must be passed again to load a
-            checkpoint. Of `in_features`, `input_shape` and `num_classes` (1 here), a class gets
-            those that it has a parameter for and that are not set.
+            checkpoint. A class is also passed `in_features`, `input_shape` and `num_classes` (here
+            1), unless it lacks the parameter or the argument is already set.
         input_shape: Shape of one sample. The command line reads it from the data.
-        optimizer: Class path and arguments; by default AdamW with a learning rate of 0.001.
-        lr_scheduler: Class path and arguments; by default no scheduler.
+        optimizer: Class path and arguments. The default is AdamW with a learning rate of 0.001.
+        lr_scheduler: Class path and arguments. There is no scheduler by default.
         lr_scheduler_interval: Whether the scheduler steps every epoch or every optimizer step.
         lr_scheduler_monitor: Logged value that `ReduceLROnPlateau` monitors.
         gate_lr_factor: Learning rate of gate logits and biases, as a multiple of the optimizer's.
-            They have no weight decay, which would pull them to p = 0.5. Weight matrices of
+            Weight decay is not applied to them, because it would pull p to 0.5. Weight matrices in
             GateNets are trained like other weights.
-        gate_clip_norm: Maximum norm of the gradient of all gate parameters together.
+        gate_clip_norm: Maximum gradient norm of all gate parameters together.
         cuda_graphs: Whether to replay training steps as CUDA graphs, see `CapturedSteps`. The
             optimizer is then `fused` if possible.
 
@@ -40,7 +40,7 @@ class GatedRegressor(GatedModule):
     |---|---|
     | `train/loss` | mean squared error of the standardised target |
     | `val/loss`, `test/loss` | the same, with hard gates |
-    | `val/r2`, `val/rmse`, `val/mae`, `test/...` | R² and errors, in units of the target |
+    | `val/r2`, `val/rmse`, `val/mae`, `test/...` | R² and errors, in the target's original units |
     | `compute/...` | MACs in validation and test, see `ComputeReport.metrics` |
 
     >>> net = {"class_path": "GatedMLP", "init_args": {"hidden": [16], "gate": {"kind": "static"}}}
@@ -75,8 +75,8 @@ class GatedRegressor(GatedModule):
             cuda_graphs,
         )
         self.save_hyperparameters(ignore=unsaved_arguments(net))
-        self.num_classes = 0  # no classes, for callbacks that need their number
-        # Buffers, so that a checkpoint predicts in units of its training data.
+        self.num_classes = 0  # tells callbacks that there are no classes
+        # Buffers, so that a loaded model predicts in the units of its training data.
         self.target_mean: Tensor
         self.target_std: Tensor
         self.register_buffer("target_mean", torch.tensor(0.0))
@@ -89,7 +89,7 @@ class GatedRegressor(GatedModule):
         if getattr(data, "class_names", None):
             raise ValueError(
                 f"GatedRegressor predicts a number, but the labels of {type(data).__name__} are "
-                "classes: use GatedClassifier, or data.task=regression for a table."
+                "classes: use GatedClassifier, or set data.task=regression for a table."
             )
         if stage != "fit":
             return

@@ -1,4 +1,4 @@
-"""Classes as plain values: a class path with arguments, as in YAML and checkpoints.
+"""Describe classes by plain values, a class path and arguments, as in YAML and checkpoints.
 
 A class is imported, checked to be a subclass of the expected one, and only then called. A class
 named in a checkpoint must also come from a trusted package, because importing runs code.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Required, TypeAlias, TypedDict,
 from torch import nn, optim
 
 T = TypeVar("T")
-_MAX_VALUES, _MAX_DEPTH = 100_000, 100  # limits of nested plain values
+_MAX_VALUES, _MAX_DEPTH = 100_000, 100  # limits for nested plain values
 _PLACES_OF_BARE_NAMES = ["dg_lightning", "torch.optim", "torch.optim.lr_scheduler"]
 _trusted = {"dg_lightning", "torch.nn", "torch.optim"}
 
@@ -27,28 +27,29 @@ class ClassConfig(TypedDict, total=False):
 
 
 class NetBuilder(Protocol):
-    """A net without sizes; it gets the ones that it has a parameter for."""
+    """Builds a net from the sizes that it has parameters for."""
 
     def __call__(self, *, input_shape: Any, in_features: int, num_classes: int) -> nn.Module:
         """Build the net."""
 
 
 class OptimizerFactory(Protocol):
-    """An optimizer without parameters."""
+    """Builds an optimizer for given parameters."""
 
     def __call__(self, params: Any) -> optim.Optimizer:
         """Build the optimizer."""
 
 
 class SchedulerFactory(Protocol):
-    """A learning-rate scheduler without an optimizer."""
+    """Builds a learning-rate scheduler for a given optimizer."""
 
     def __call__(self, optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
         """Build the scheduler."""
 
 
-# At run time these are class configs. The command line reads the annotations to check arguments: a
-# factory type says which ones are added later, while `ClassConfig` would accept misspelt ones.
+# At run time these are class configs, but the command line reads the annotations to check
+# arguments. A factory type shows which arguments are added later, while `ClassConfig` would accept
+# misspelt ones.
 if TYPE_CHECKING:
     NetConfig: TypeAlias = ClassConfig | nn.Module
     OptimizerConfig: TypeAlias = ClassConfig
@@ -71,10 +72,10 @@ def as_config(value: Any) -> Any:
 
 
 def trust(*packages: str) -> None:
-    """Trust packages or modules whose classes checkpoints may name.
+    """Allow checkpoints to name classes from these packages or modules.
 
-    `dg_lightning`, `torch.nn` and `torch.optim` are trusted by default. For a command, set the
-    environment variable DG_TRUST to names separated by commas.
+    `dg_lightning`, `torch.nn` and `torch.optim` are trusted by default. On the command
+    line, set the environment variable DG_TRUST to a comma-separated list of names.
 
     >>> trust("my_models")
     """
@@ -88,7 +89,7 @@ def check_size(values: Any, source: object) -> None:
 
     Args:
         values: Dicts and lists from a checkpoint or a config.
-        source: Their origin, for the error message.
+        source: Where the values come from, for the error message.
 
     >>> nested = [1]
     >>> nested.append(nested)
@@ -97,7 +98,7 @@ def check_size(values: Any, source: object) -> None:
     ...
     ValueError: a.ckpt has too many or too deeply nested values: use another file.
     """
-    known: dict[int, tuple[int, int]] = {}  # number of values and height, by id of a container
+    known: dict[int, tuple[int, int]] = {}  # container id -> (number of values, height)
 
     def measure(value: Any, depth: int) -> tuple[int, int]:
         if not isinstance(value, Mapping | list | tuple):
@@ -145,7 +146,7 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
 
     Args:
         values: Dicts and lists from a checkpoint or a config.
-        source: Their origin, for the error message.
+        source: Where the values come from, for the error message.
         also: Further packages or modules to trust in this call.
 
     >>> check_trusted({"net": {"class_path": "os.system"}}, "a.ckpt")  # doctest: +ELLIPSIS
@@ -174,8 +175,8 @@ def check_trusted(values: Any, source: object, also: Iterable[str] = ()) -> None
 def check_classes(values: Any) -> None:
     """Reject plain values with class paths that do not name a class.
 
-    The parser of the command line would call a function such as `os.system` to see what it returns.
-    Functions are allowed only if annotated to return an object of a class.
+    The command-line parser would call a function such as `os.system` to see what it returns.
+    Functions are allowed only if their return annotation is a class.
 
     >>> check_classes({"net": {"class_path": "os.system"}})
     Traceback (most recent call last):
@@ -206,7 +207,7 @@ def import_class(class_path: str, kind: type[T]) -> type[T]:
         found = found or getattr(importlib.import_module(place), name, None)
     if not isinstance(found, type):
         raise ValueError(
-            f"There is no class {class_path!r}: write its full path, as package.module.Class."
+            f"No class found at {class_path!r}: write its full path, as package.module.Class."
         )
     if not issubclass(found, kind):
         raise ValueError(f"{class_path!r} must be a subclass of {kind.__name__}: use another one.")
@@ -214,17 +215,17 @@ def import_class(class_path: str, kind: type[T]) -> type[T]:
 
 
 def build(spec: Any, role: str, kind: type[T], *args: Any, **open_arguments: Any) -> T:
-    """Build the class that `spec` names, adding arguments that it left open.
+    """Build the class that `spec` names, adding arguments that `spec` leaves open.
 
-    Of `open_arguments`, the class gets those that it has a parameter for and that `spec` does not
-    set. Arguments with a class path are built too, and must be an `nn.Module`.
+    An entry of `open_arguments` is passed if the class has a parameter for it and `spec` does not
+    set it. Arguments with a class path are built too, and must be modules.
 
     Args:
         spec: A `ClassConfig`.
-        role: Name of its argument in messages.
+        role: Name of the argument that `spec` was passed as, for messages.
         kind: Required base class. No other class is called.
         *args: Positional arguments to put first.
-        **open_arguments: Arguments that `spec` may have left open.
+        **open_arguments: Arguments that `spec` may leave open.
 
     >>> build({"class_path": "torch.nn.Linear", "init_args": {"out_features": 2}}, "net",
     ...       nn.Module, in_features=3, num_classes=5)

@@ -1,4 +1,4 @@
-"""Log values by optimizer step, and find the random generators of loaders."""
+"""Log values by optimizer step, and find the random generators that loaders use."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,16 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-_LOGGED: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # last epoch of each key
+# Trainer -> key -> epoch in which the key was last logged
+_LOGGED: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 
 
 def log_step(pl_module: Any, values: Mapping[str, Tensor | float], *, always: bool = False) -> None:
     """Log a callback's current values in the steps that Lightning logs.
 
-    Call it in every step, from hooks of a training batch. Loggers then get a complete row in each
-    logged step. Each key is logged at least once per epoch, so that it can be monitored. With
-    `always`, new values reach `callback_metrics` in the other steps too.
+    Call this function in every step, from a hook for training batches. Loggers then get a complete
+    row in each logged step. Each key is logged at least once per epoch, so that it can be
+    monitored. With `always`, new values reach `callback_metrics` in the other steps too.
     """
     trainer = pl_module.trainer
     seen, epoch = _LOGGED.setdefault(trainer, {}), trainer.current_epoch

@@ -120,7 +120,7 @@ def test_averages_have_the_gates(tmp_path: Path) -> None:
 
 def test_an_average_from_before_gets_one_line(tmp_path: Path) -> None:
     callbacks = [EMAWeightAveraging(), AddGates(feed_forward=STATIC)]
-    with pytest.raises(ValueError, match="put AddGates before it"):
+    with pytest.raises(ValueError, match="list AddGates before"):
         trainer_for(callbacks, tmp_path).fit(Somebody(), data())
 
 
@@ -192,7 +192,7 @@ def test_a_module_without_forward_is_told_to_name_a_part(tmp_path: Path) -> None
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return nn.functional.cross_entropy(self.body(batch[0]), batch[1])
 
-    with pytest.raises(ValueError, match=r"Bare has no `forward`: .* `submodule` \(body\)"):
+    with pytest.raises(ValueError, match=r"Bare has no `forward`: .*`submodule`.*body"):
         trainer_for([AddGates(STATIC)], tmp_path).fit(Bare(), data())
     with pytest.raises(ValueError, match=r"AddGates must name .* Bare \(body\), got 'head'"):
         trainer_for([AddGates(STATIC, submodule="head")], tmp_path).fit(Bare(), data())

@@ -111,7 +111,7 @@ def test_a_module_without_gates_is_refused_where_gates_are_needed(
             trainer.fit(model, data())
         return
     if name in ("MagnitudePruning", "RigL", "SET"):
-        with pytest.raises(ValueError, match="No layer is named"):
+        with pytest.raises(ValueError, match="No layer matches"):
             trainer.fit(model, data())
         return
     with pytest.raises(ValueError, match="Foreign has no gate"):

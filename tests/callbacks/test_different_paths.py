@@ -134,7 +134,7 @@ try:
 except RuntimeError as error:
     result = str(error)
 """)
-    assert "cannot act on a gate of another process" in ranks[0]
+    assert "cannot act on a gate on another process" in ranks[0]
     assert "cannot act on block.gate" in ranks[1]
 
 

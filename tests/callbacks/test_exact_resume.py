@@ -102,7 +102,7 @@ def test_a_training_that_was_over_keeps_its_generators(tmp_path: Path) -> None:
 
 def test_a_loader_without_the_saved_generator_is_warned_of(tmp_path: Path) -> None:
     run("loader", tmp_path / "whole")
-    with pytest.warns(UserWarning, match="has 1 generators of training loaders, this run has 0"):
+    with pytest.warns(UserWarning, match=r"has 1 generators .* this run has 0"):
         run("no order", tmp_path / "rest", tmp_path / "whole" / "epoch=1.ckpt")
 
 

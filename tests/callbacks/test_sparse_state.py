@@ -51,13 +51,13 @@ def test_a_checkpoint_loads_strictly_into_the_module_alone(tmp_path: Path) -> No
 
 def test_resuming_without_masks_fails_and_other_layers_too(tmp_path: Path) -> None:
     fit(Plain(), [], tmp_path).save_checkpoint(tmp_path / "dense.ckpt")
-    with pytest.raises(RuntimeError, match=r"has no masks of RigL.*start a new training run"):
+    with pytest.raises(RuntimeError, match=r"no masks for RigL.*start a new training run"):
         _resume([RigL(0.6)], tmp_path / "dense.ckpt", tmp_path)
     sparse = RigL(0.6, layers=["net.0"], every_n_steps=2)
     fit(Plain(), [sparse], tmp_path).save_checkpoint(tmp_path / "sparse.ckpt")
     other = RigL({"net.0": 0.6}, every_n_steps=2)  # the same layers, said in another way
     _resume([other], tmp_path / "sparse.ckpt", tmp_path)
-    with pytest.raises(RuntimeError, match="has no masks of"):
+    with pytest.raises(RuntimeError, match="no masks for"):
         _resume([RigL(0.6, layers=["net.2"])], tmp_path / "sparse.ckpt", tmp_path)
 
 

@@ -29,7 +29,7 @@ def tasks_for(name: str) -> Any:
 
 @each
 def test_data_without_tasks_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{name} needs a DataModule of tasks, got Digits"):
+    with pytest.raises(ValueError, match=f"{name} needs a DataModule with tasks, got Digits"):
         plain_trainer([make(name)], tmp_path).fit(Foreign(), data())
 
 

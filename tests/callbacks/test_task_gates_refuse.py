@@ -104,7 +104,7 @@ def test_a_callback_that_knows_no_task_is_refused_in_a_test(tmp_path: Path) -> N
 
 
 def test_averages_of_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="an average of weights"):
+    with pytest.raises(ValueError, match="averaged weights"):
         trainer_for([TaskGates(), EMAWeightAveraging()], tmp_path).fit(
             classifier(), datamodule=tasks()
         )

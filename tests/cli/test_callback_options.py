@@ -43,8 +43,8 @@ def test_parts_of_a_schedule_and_null(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (
             "BudgetController.budget=0.2",
-            "There is no callback BudgetController (ModelCheckpoint, GateMonitor, "
-            "CollapseDetector, GatePenalty): "
+            "The config has no callback BudgetController (configured: ModelCheckpoint, "
+            "GateMonitor, CollapseDetector, GatePenalty): "
             "add it with --trainer.callbacks+=BudgetController.",
         ),
         ("GatePenalty.weigth=1", "GatePenalty has no argument 'weigth'; it has weight, usage"),

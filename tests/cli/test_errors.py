@@ -39,18 +39,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model.net.hiden=[3]"], "'hiden' is not accepted; did you mean hidden?"),
         (["--trainer.max_epoch=3"], "--trainer.max_epoch=3; did you mean --trainer.max_epochs?"),
         (["--zebra=3"], "unrecognized arguments: --zebra=3"),
-        (["mnist/dynamicgate"], "mnist/dynamicgate; give a config with --config"),
+        (["mnist/dynamicgate"], "mnist/dynamicgate; pass a config with --config"),
         (["--trainer.max_epochs=many"], "trainer.max_epochs: expected int."),
         (["--model.net.gate.rank=x"], "gate: expected int, got x."),
         (["--model.net.gate.thresold=0.3"], "gate: Unexpected keys: {'thresold'}."),
         (["--model.net.gate.threshold=1.5"], "`threshold` must be in [0, 1), got 1.5."),
         (["--model=no_package.Model"], "model: No module named 'no_package'"),
         (["--model.net=no_package.Net"], "net: No module named 'no_package'"),
-        (["--data=NoData"], "data: There is no class NoData; give its full path"),
+        (["--data=NoData"], "data: No class NoData found"),
         (["--data.batch_size=0"], "`batch_size` must be at least 1, got 0."),
         (["--config=digits/dynamcgate"], "did you mean digits/dynamicgate?"),
         (["--config=nowhere.yaml"], "There is no config 'nowhere.yaml'"),
-        (["--ckpt_path=nowhere.ckpt"], "There is no checkpoint 'nowhere.ckpt'"),
+        (["--ckpt_path=nowhere.ckpt"], "'nowhere.ckpt'"),
         (["--ckpt_path=broken.ckpt"], "'broken.ckpt' is not a checkpoint, or is truncated"),
         (
             ["--trainer.callbacks+=GatePenalty", "--trainer.callbacks.weigth=1"],
@@ -60,11 +60,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model.class_weights=[1,2]"], "`class_weights` must have 10 entries"),
         (["--config=broken.yaml"], "broken.yaml, line 2 is not YAML: expected ',' or"),
         (["--config=binary.yaml"], "binary.yaml is not text"),
-        (["--ckpt_path=."], "There is no checkpoint '.'"),
-        (["--ckpt_path=other.pt"], "'other.pt' is not a checkpoint of a Trainer"),
-        (["--ckpt_path=best"], "There is no checkpoint 'best'"),
-        (["--ckpt_path=last"], "There is no checkpoint under runs/digits/dynamicgate"),
-        (["--model.num_classes=7"], "has num_classes 7, DigitsDataModule has 10: set model.num"),
+        (["--ckpt_path=."], "No checkpoint found at '.'"),
+        (["--ckpt_path=other.pt"], "'other.pt' is not a Lightning checkpoint"),
+        (["--ckpt_path=best"], "No checkpoint found at 'best'"),
+        (["--ckpt_path=last"], "No checkpoint found under runs/digits/dynamicgate"),
+        (["--model.num_classes=7"], "has num_classes 7, but DigitsDataModule has 10: set model"),
         (["--model.input_shape=[9]"], "DigitsDataModule has [1, 8, 8]: set model.input_shape"),
         (["--model.net=torch.nn.Identity"], "GatedClassifier has no gate"),
         ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate matches 'nope'; choose"),
@@ -85,7 +85,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--config=twice.yaml"], "twice.yaml, line 2: duplicate key 'trainer'"),
         (["--config=list.yaml"], "list.yaml holds no settings: write them as `name: value`."),
         (["--config=empty.yaml"], "empty.yaml holds no settings"),
-        (["--ckpt_path=foreign.ckpt"], "'foreign.ckpt' is not a checkpoint"),
+        (["--ckpt_path=foreign.ckpt"], "'foreign.ckpt' is not a dg-lightning checkpoint"),
         (["--trainer.callbacks.GatePenaltty.weight=1"], "did you mean GatePenalty?"),
         (["--data.num_workers=-1"], "`num_workers` must be at least 0, got -1."),
         (["--data.split_seed=-4"], "`split_seed` must be at least 0, got -4."),
@@ -115,7 +115,7 @@ def test_evaluating_without_a_trained_checkpoint_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = refused(capsys, "test", "--config", "digits/dynamicgate")
-    assert "no checkpoint under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
+    assert "No checkpoint found under runs/digits/dynamicgate: run `dg-lightning fit` first" in line
 
 
 @pytest.mark.parametrize("option", ["accumulate_grad_batches=0", "check_val_every_n_epoch=0"])

@@ -96,7 +96,7 @@ def test_gates_are_frozen_where_they_slow_down_and_stay_on_demand(
     said, looks = export("--max_accuracy_drop=1")
     assert not looks
     assert "They are frozen" in said
-    assert "--freeze_gates=false keeps the gates" in said
+    assert "--freeze_gates=false to keep the gates" in said
     gated = 0.5
     said, looks = export("--max_accuracy_drop=1")
     assert looks
@@ -131,7 +131,7 @@ def test_without_a_validation_part_gates_stay(
     output = ["--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
     main(["export", "--ckpt_path", str(path), *output])
     said = capsys.readouterr().out
-    assert "static with --freeze_gates=true, which needs validation data" in said
+    assert "static with --freeze_gates=true, which needs" in said
     assert "Accuracy on the test split" in said
     with pytest.raises(SystemExit):
         main(["export", "--ckpt_path", str(path), *output, "--freeze_gates=true"])
@@ -141,7 +141,7 @@ def test_without_a_validation_part_gates_stay(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "There is no checkpoint"),
+        (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "nowhere.ckpt"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
         (
             ["export", "--ckpt_path=a.ckpt", "--output=a", "--max_accuracy_drop=2"],

@@ -102,7 +102,7 @@ def test_a_hostile_checkpoint_runs_nothing(
 
 def test_a_pickle_is_not_called_cut_short(tmp_path: Path) -> None:
     for content, message in (
-        (pickled_bomb(), "holds Python objects, which may run code"),
+        (pickled_bomb(), "Python objects, which may run code"),
         (b"text", "is not a checkpoint, or is truncated"),
     ):
         Path("a.ckpt").write_bytes(content)

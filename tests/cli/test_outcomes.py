@@ -63,7 +63,7 @@ def test_somebody_elses_module_too(
     assert stopped.value.code == 1
     main(["fit", *options, "--model.width=5"])
     # Without a checkpoint a line says so; with one, its plain hyper-parameters are taken.
-    with pytest.warns(UserWarning, match="no --ckpt_path: `test` uses the initial weights of"):
+    with pytest.warns(UserWarning, match="--ckpt_path is not set: `test` uses the"):
         main(["test", *options])
     (path,) = list(Path("lightning_logs/version_1").rglob("*.ckpt"))
     capsys.readouterr()

@@ -32,8 +32,8 @@ def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trainer.max_epochs=0"], "A plan needs a finite number of steps"),
-        (["--trainer.max_epochs=-1"], "A plan needs a finite number of steps"),
+        (["--trainer.max_epochs=0"], "A plan needs a positive, finite number of steps"),
+        (["--trainer.max_epochs=-1"], "A plan needs a positive, finite number of steps"),
         (["--output=p.txt"], "`output` must end in "),
     ],
 )

@@ -79,7 +79,7 @@ def test_bad_input_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["fit", "--config", "text/baseline", *SMALL])
     path = "runs/text/baseline/version_0/checkpoints/last.ckpt"
     for arguments, message in (
-        (["--ckpt_path=none.ckpt"], "There is no checkpoint 'none.ckpt'"),
+        (["--ckpt_path=none.ckpt"], "'none.ckpt'"),
         (["--ckpt_path", path, "--budget=2"], "`budget` must be above 0 and below 1, got 2"),
         (["--ckpt_path", path, "--block_size=100"], "`block_size` must divide `units`=128"),
         ([], "Name one run"),

@@ -74,15 +74,15 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
     main(["fit", *OPTIONS, "--trainer.logger=false", "--quiet"])
     main(["report", "--config", "digits/dynamicgate", "--quiet"])
     page = (tmp_path / "runs" / "digits" / "dynamicgate" / "report.html").read_text()
-    assert "Open: hard gates g" in page
+    assert "Open rate: hard gates g" in page
     assert "Units over time" in page
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["report", "nowhere"], "There is no run 'nowhere'"),
-        (["report", "."], "'.' holds neither a study (results.csv with a column variant) nor"),
+        (["report", "nowhere"], "No run found at 'nowhere'"),
+        (["report", "."], "'.' contains neither a study (results.csv with a variant column) nor"),
         (["report"], "folder"),
         (["report", "--wandb=me"], "`wandb` must be entity/project, got 'me'"),
     ],

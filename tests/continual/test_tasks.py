@@ -24,7 +24,7 @@ def test_masked_classes_are_as_if_there_were_a_head_of_the_others(dtype: torch.d
 
 def test_data_without_tasks_is_refused_with_a_way_out() -> None:
     trainer = SimpleNamespace(datamodule=DigitsDataModule())
-    with pytest.raises(ValueError, match="dict needs a DataModule of tasks, got DigitsDataModule"):
+    with pytest.raises(ValueError, match="dict needs a DataModule with tasks, got Digits"):
         task_data(trainer, {})
 
 

@@ -48,7 +48,7 @@ def test_a_column_may_name_the_parts_itself() -> None:
 def test_splits_that_cannot_be_made_are_named() -> None:
     source = cells()
     source.obs["donor"] = ["a", "b"] * 67 + ["a"]
-    with pytest.raises(ValueError, match="at least 3 groups .*only 1 is left"):
+    with pytest.raises(ValueError, match=r"at least 3 groups .*only 1 is left"):
         of(source, split_by="donor")
     with pytest.raises(ValueError, match=r"`split_by` must be a column.*'patient'; obs has kind"):
         of(source, split_by="patient")
@@ -87,7 +87,7 @@ def test_values_that_are_normalised_already_are_taken_as_they_are() -> None:
     assert np.array_equal(values(other), chosen)
     with pytest.raises(ValueError, match=r"values up to .*, so it is not log-normalised"):
         of(cells_times(50.5), values="log")
-    with pytest.raises(ValueError, match="only integers, so it holds counts"):
+    with pytest.raises(ValueError, match="only integers, so it contains counts"):
         of(cells_times(50), values="log")
 
 

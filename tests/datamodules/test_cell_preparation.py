@@ -202,7 +202,7 @@ def test_a_test_needs_labels_and_a_prediction_does_not(
     data = aligned(trained, cells(), "predict", **options)
     assert set(data.describe_samples()["true_label"]) == {""}
     with pytest.raises(
-        ValueError, match=f"(?s)no labelled cells to test on: .*{message}.*needs no labels"
+        ValueError, match=f"(?s)no labelled cells to test on: .*{message}.*no labels"
     ):
         aligned(trained, cells(), "test", **options)
 

@@ -138,7 +138,7 @@ def test_batches_may_change_after_an_epoch_but_not_after_its_last_batch(tmp_path
     (step,), (epoch,) = ((tmp_path / name).glob("*.ckpt") for name in ("step", "epoch"))
     model, _ = train(tmp_path / "b", epoch, batch_size=64, max_epochs=2)
     assert len(model.seen) == 21
-    with pytest.raises(ValueError, match="batches of 128 samples in total, .* uses 64"):
+    with pytest.raises(ValueError, match=r"batches of 128 samples in total, .* uses 64"):
         train(tmp_path / "c", step, batch_size=64, max_epochs=2)
 
 

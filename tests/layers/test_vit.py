@@ -17,7 +17,7 @@ def test_patches_are_told_apart_by_position() -> None:
 
 
 def test_sizes_must_fit() -> None:
-    with pytest.raises(ValueError, match="`patch`=3 must divide images of 8 x 8"):
+    with pytest.raises(ValueError, match="`patch`=3 must divide the image size 8 x 8"):
         VisionTransformer([1, 8, 8], 3, patch=3)
     with pytest.raises(ValueError, match="`heads`=5 must divide `width`=12"):
         VisionTransformer([1, 8, 8], 3, width=12, heads=5)

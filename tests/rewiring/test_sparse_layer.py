@@ -242,7 +242,7 @@ def test_layers_are_found_once_and_a_weight_that_is_no_parameter_is_refused() ->
     assert list(sparse_layers(net, ["2"], set())) == ["2"]
     with pytest.raises(ValueError, match="The weight of 0 is not a plain parameter"):
         sparse_layers(net, None, set())
-    with pytest.raises(ValueError, match="There is no layer to make sparse in LayerNorm"):
+    with pytest.raises(ValueError, match="LayerNorm has no layer to make sparse"):
         sparse_layers(nn.LayerNorm(2), None, set())
 
 

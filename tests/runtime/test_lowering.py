@@ -189,7 +189,7 @@ def test_what_cannot_be_frozen_is_refused() -> None:
     with pytest.raises(TypeError, match="input_gate"):
         freeze_gates(GatedMLP(6, [8], 3, input_gate={"kind": "dynamic"}), {})
     scaled: Any = {"kind": "dynamic", "scale": "probability"}
-    with pytest.raises(TypeError, match=r"hidden\.0: its gate scales units by p"):
+    with pytest.raises(TypeError, match=r"hidden\.0: the gate scales units by p"):
         freeze_gates(GatedMLP(6, [8], 3, gate=scaled), {"hidden.0": torch.ones(8)})
 
 
@@ -289,7 +289,7 @@ def test_gates_of_a_half_precision_net_decide_in_float32() -> None:
         ({"min_usage": 0.5}, "`min_usage` must be .* needs `usage`"),
         (
             {"usage": {"net.hidden.0.gate": torch.ones(1)}, "min_usage": 0.5},
-            "names 'net.hidden.0.gate': use hidden.0",
+            "'net.hidden.0.gate': use hidden.0",
         ),
         ({"multiple": 0}, "`multiple` must be at least 1"),
     ],

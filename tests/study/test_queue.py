@@ -220,7 +220,7 @@ def test_an_accuracy_that_is_no_number_is_a_failure_not_a_loss(tmp_path: Path) -
         queue.record_result(claimed(queue), {**ROW, "accuracy": float("nan")})
         queue.requeue_lost()
         assert queue.claim(PLANNED) == (None, None)
-        assert "accuracy is nan" in queue.rows(PLANNED)[0]["reason"]
+        assert "accuracy" in queue.rows(PLANNED)[0]["reason"]
 
 
 def test_other_settings_are_refused_also_of_variants_that_are_not_asked_for(

@@ -144,13 +144,13 @@ def test_bad_input_gets_one_line(trained: GPT) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             convert(net, copying(), **{**given, **options})
-    with pytest.raises(TypeError, match="for a batch: give `loss`"):
+    with pytest.raises(TypeError, match="for a batch: pass `loss`"):
         convert(net, copying(), **{**given, "loss": None})
     with pytest.raises(ValueError, match="`batches`"):
         convert(net, iter(copying()), **given)
     with pytest.raises(ValueError, match="`batches`"):
         convert(net, [], **given)
-    with pytest.raises(ValueError, match="no feed-forward to convert"):
+    with pytest.raises(ValueError, match="no feed-forward layer to convert"):
         convert(nn.Linear(2, 2), copying(), **{**given, "example": torch.zeros(1, 2)})
     assert not gate_layers(net, required=False)
     assert torch.equal(net.output.weight, trained.output.weight)

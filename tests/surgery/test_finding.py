@@ -196,7 +196,7 @@ def test_an_error_in_the_model_leaves_no_hook_behind() -> None:
 
 def test_an_example_is_taken_from_the_model_or_asked_for() -> None:
     net: Any = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ValueError, match=r"Sequential .* give an `example`"):
+    with pytest.raises(ValueError, match=r"Sequential .* pass an `example`"):
         find_units(net)
     net.example_input_array = X
     assert find_units(net).units

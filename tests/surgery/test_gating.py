@@ -171,7 +171,7 @@ def test_padding_takes_the_same_way_with_gates() -> None:
         (lambda net: add_gates(net, heads=STATIC, example=X), "has no heads to gate"),
         (lambda net: add_gates(nn.Linear(8, 2), feed_forward=STATIC, example=X), "no feed_forward"),
         (lambda net: add_gates(net.to("meta"), feed_forward=STATIC, example=X), "meta device"),
-        (lambda net: add_gates(net, feed_forward=ODD, example=X), "`kind` of `gate`"),
+        (lambda net: add_gates(net, feed_forward=ODD, example=X), "`kind` in `gate`"),
         (lambda net: add_gates(net, feed_forward=STATIC, pairs=[("0", "9")]), "`pairs`.*'9'"),
         (lambda net: add_gates(net, feed_forward=STATIC, pairs=[("0", "5")]), "`pairs`.*'5'"),
         (lambda net: remove_gates(net), "has no gates"),
@@ -197,7 +197,7 @@ def test_gates_are_added_once() -> None:
 def test_a_missing_example_leaves_no_hook_behind() -> None:
     net = plain().eval()
     before = run(net)
-    with pytest.raises(ValueError, match="give an `example`"):
+    with pytest.raises(ValueError, match="pass an `example`"):
         add_gates(net, feed_forward=STATIC)
     assert torch.equal(run(net), before)
     assert not any(child._forward_hooks for child in net)

@@ -139,7 +139,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contains 3, which Sequential lacks"):
         load_compact(lambda: nn.Sequential(nn.Linear(8, 6)), tmp_path / "small.safetensors")
     (tmp_path / "small.safetensors.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the recipe of a compact model"):
+    with pytest.raises(ValueError, match="is not the recipe for a compact model"):
         load_compact(mlp, tmp_path / "small.safetensors")
 
 

@@ -163,7 +163,7 @@ def test_an_auxiliary_loss_of_the_net_is_added_and_logged(tmp_path: Path) -> Non
 
 
 def test_a_data_module_with_another_number_of_classes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has num_classes 4, Blobs has 3: set model"):
+    with pytest.raises(ValueError, match=r"has num_classes 4, but Blobs has 3: set model"):
         trainer_of(tmp_path, fast_dev_run=True).fit(model_of(num_classes=4), datamodule=Blobs())
     with pytest.raises(ValueError, match=r"Blobs has \[2, 3\]: set model.input_shape=\[2, 3\]"):
         trainer_of(tmp_path, fast_dev_run=True).fit(model_of(input_shape=[6]), datamodule=Blobs())

@@ -60,10 +60,10 @@ def test_bare_names_of_optimizers_and_schedulers() -> None:
     [
         (nn.Linear(1, 1), TypeError, "`net` must be a class path with its arguments, got Linear"),
         ({"init_args": {}}, TypeError, "`net` must be a class path"),
-        ({"class_path": "NoNet"}, ValueError, "There is no class 'NoNet'"),
-        ({"class_path": "torch.nn.NoNet"}, ValueError, "There is no class 'torch.nn.NoNet'"),
+        ({"class_path": "NoNet"}, ValueError, "No class found at 'NoNet'"),
+        ({"class_path": "torch.nn.NoNet"}, ValueError, "No class found at 'torch.nn.NoNet'"),
         ({"class_path": "no_package.Net"}, ModuleNotFoundError, "no_package"),
-        ({"class_path": "os.system"}, ValueError, "There is no class 'os.system'"),
+        ({"class_path": "os.system"}, ValueError, "No class found at 'os.system'"),
         ({"class_path": "subprocess.Popen"}, ValueError, "must be a subclass of Module"),
         (
             {

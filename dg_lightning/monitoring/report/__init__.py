@@ -1,4 +1,4 @@
-"""The HTML report: one file, no network."""
+"""The HTML report: one file that needs no network."""
 
 from dg_lightning.monitoring.report.page import page, run_page, write_page
 

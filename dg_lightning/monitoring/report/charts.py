@@ -40,12 +40,12 @@ def attribute(name: str, value: Any) -> str:
 
 
 def json_attribute(name: str, value: Any) -> str:
-    """Return an attribute that holds a list or dict for the page's script."""
+    """Return an attribute that contains a list or dict for the page's script."""
     return attribute(name, json.dumps(value, separators=(",", ":"), ensure_ascii=False))
 
 
 def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return a table that scrolls if too wide; the first column holds row headers."""
+    """Return a table that scrolls if it is too wide, with row headers in the first column."""
     head = "".join(f'<th scope="col">{text(column)}</th>' for column in columns)
     body = "".join(
         f'<tr><th scope="row">{text(first)}</th>'
@@ -87,7 +87,7 @@ def _block(block: str) -> str:
         return ""  # the page has its own title
     if block.startswith("| "):
         head, _, *body = [[cell.strip(" `") for cell in line[2:-2].split(" | ")] for line in lines]
-        # Drop empty columns, such as the paper's results for a dataset that it does not have.
+        # Drop empty columns, such as the paper's results for a dataset that it does not use.
         kept = [i for i in range(len(head)) if i == 0 or any(line[i] for line in body)]
         return table([head[i] for i in kept], [[line[i] for i in kept] for line in body])
     if block.startswith("- "):
@@ -99,13 +99,13 @@ def _block(block: str) -> str:
 _WIDTH, _HEIGHT = 440, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 22, 10, 44
 _NAME_WIDTH, _LABEL_WIDTH = 140, 76  # space for the names and labels of bars
-_NUM_COLOURS = 10  # in style.css
-_MAX_POINTS = 240  # per line
+_NUM_COLOURS = 10  # number of series colours in style.css
+_MAX_POINTS = 240  # points per line
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scatter plot: a circle, diamond or triangle in its series' colour."""
+    """A point in a scatter plot: a circle, diamond or triangle in its series' colour."""
 
     series: str
     x: float
@@ -118,7 +118,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with its name, the label next to it, and its tooltip."""
+    """A bar with a name, a label next to it, and a tooltip."""
 
     name: str
     value: float
@@ -183,7 +183,7 @@ def line_chart(
     y_label: str,
     percent: bool = False,
 ) -> str:
-    """Return lines over a common axis, with a legend that toggles them."""
+    """Return a line chart with a legend that toggles the lines."""
     lines = {name: line for name, points in series.items() if (line := _thin(points))}
     if not lines:
         return ""
@@ -208,7 +208,7 @@ def line_chart(
 
 
 def scatter_chart(title: str, points: Sequence[Point], x_label: str, y_label: str) -> str:
-    """Return points with error bars; both axes are in percent."""
+    """Return a scatter chart with error bars and both axes in percent."""
     if not points:
         return ""
     xs = [v for p in points for v in (p.x - p.x_error, p.x + p.x_error)]
@@ -220,7 +220,7 @@ def scatter_chart(title: str, points: Sequence[Point], x_label: str, y_label: st
         group = "".join(_draw_point(p, x_axis, y_axis) for p in points if p.series == name)
         marks.append(f"<g{_series_attributes(index)}>{group}</g>")
     frame = _draw_axes(x_axis, y_axis, x_label, y_label)
-    description = f"{title}: {len(points)} points; their values are in the table of the study"
+    description = f"{title}: {len(points)} points, whose values are in the study's table"
     return _figure("points", title, description, frame + "".join(marks), names)
 
 
@@ -247,7 +247,7 @@ def _draw_point(point: Point, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def bar_chart(title: str, bars: Sequence[Bar], x_label: str, percent: bool = False) -> str:
-    """Return horizontal bars from zero, with error bars."""
+    """Return a horizontal bar chart that starts at zero, with error bars."""
     if not bars:
         return ""
     row, left, right = 24, _NAME_WIDTH, _WIDTH - _LABEL_WIDTH
@@ -350,7 +350,7 @@ def _format_value(value: float, percent: bool) -> str:
 
 
 _MAX_ROWS = 512
-_MISSING = 255  # byte of a missing value; shares are 0 to 250
+_MISSING = 255  # byte for a missing value; shares use 0 to 250
 
 
 def heat_map(
@@ -376,7 +376,7 @@ def heat_map(
         column_label: Label of the column axis.
         label: Description for screen readers.
         square: Whether cells are square, as in an image.
-        tooltips: Tooltip of each cell; its share if None.
+        tooltips: Tooltip for each cell; the cell's share if None.
     """
     cells = torch.where(values.isnan(), _MISSING, (values.clamp(0, 1) * 250).round().nan_to_num())
     raw = base64.b64encode(bytes(cells.to(torch.uint8).flatten().tolist())).decode()
@@ -402,7 +402,7 @@ def time_map(layer: str, units: Tensor, epochs: Sequence[int]) -> str:
     order = units.mean(1).argsort(descending=True, stable=True)
     rows, names = _group_rows(units[order], [str(index) for index in order.tolist()])
     first, last = units[:, 0].mean().item(), units[:, -1].mean().item()
-    label = f"{layer}: of {len(units)} units {first:.1%} open at first, {last:.1%} at the end"
+    label = f"{layer}: {first:.1%} of {len(units)} units open at first, {last:.1%} at the end"
     return heat_map(
         "Units over time", rows, names, [str(epoch) for epoch in epochs], "unit", "epoch", label
     )
@@ -419,7 +419,7 @@ def class_map(layer: str, shares: Tensor, class_names: Sequence[str]) -> str:
 
 
 def input_maps(layer: str, units: Tensor, shape: Sequence[int]) -> list[str]:
-    """Return an input gate as the image that it gates, one map per channel."""
+    """Return maps of an input gate, laid out as the image that it gates, one per channel."""
     image = as_image(units, shape)
     if image is None:
         return []
@@ -439,7 +439,7 @@ def input_maps(layer: str, units: Tensor, shape: Sequence[int]) -> list[str]:
 
 
 def confusion_map(names: Sequence[str], counts: Tensor) -> str:
-    """Return the confusion matrix; rows are true classes, cells are shares of their samples."""
+    """Return the confusion matrix: rows are true classes, cells are shares of each class."""
     shares = counts.double() / counts.sum(1, keepdim=True)
     accuracy = counts.diagonal().sum() / counts.sum()
     label = (
@@ -456,7 +456,7 @@ def confusion_map(names: Sequence[str], counts: Tensor) -> str:
 
 
 def task_map(accuracies: Tensor) -> str:
-    """Return a map of the accuracy on every task (columns) after learning each (rows)."""
+    """Return a map of the accuracy on every task (columns) after learning each task (rows)."""
     names = [str(task) for task in range(len(accuracies))]
     last = accuracies[~accuracies.isnan().all(1)][-1:].nanmean()
     label = f"Accuracy on {len(names)} tasks after learning each; at the end {last:.2%} on average"

@@ -1,4 +1,4 @@
-"""Report of a run as one HTML page."""
+"""HTML report on a run, as a single page."""
 
 import json
 from array import array
@@ -31,7 +31,7 @@ from dg_lightning.monitoring.views import read_lines, read_rows
 
 @dataclass(frozen=True)
 class UnitHistory:
-    """The units of one gate over the snapshots of a run."""
+    """One gate's units over the snapshots of a run."""
 
     epochs: list[int]
     g: Tensor  # (units, snapshots), share of samples that open a unit
@@ -48,26 +48,26 @@ class GateInput:
 
 @dataclass
 class RunRecord:
-    """A run: logged metrics, gate activity, and setup."""
+    """A run's logged metrics, gate activity and setup."""
 
     metrics: list[dict[str, float]]  # one row per logged step
     test: dict[str, float]
     layers: list[dict[str, str]]  # layers.csv
     units: dict[str, UnitHistory]
-    classes: dict[str, tuple[list[str], Tensor]]  # by layer: class names, shares (classes, units)
-    positions: dict[str, list[tuple[float, float]]]  # by layer: share that is open by position
-    histograms: dict[str, list[tuple[float, float]]]  # last histogram by layer: lower edge, share
+    classes: dict[str, tuple[list[str], Tensor]]  # layer -> class names, shares (classes, units)
+    positions: dict[str, list[tuple[float, float]]]  # layer -> (position, share open there)
+    histograms: dict[str, list[tuple[float, float]]]  # layer -> last histogram: (lower edge, share)
     inputs: dict[str, GateInput]
     confusion: tuple[list[str], Tensor] | None
     compute: list[dict[str, str]]
     verdicts: list[dict[str, str]]
     watched: set[str] | None  # gates that were watched for collapse; None if not recorded
-    tasks: Tensor | None = None  # accuracy after learning each task (rows), by task (columns)
+    tasks: Tensor | None = None  # accuracy on each task (columns) after learning each (rows)
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
 
     def curve(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) pairs of a logged key."""
+        """Return (step, value) pairs for a logged key."""
         return [(row["step"], row[key]) for row in self.metrics if key in row]
 
     def keys(self, *prefixes: str) -> list[str]:
@@ -77,7 +77,7 @@ class RunRecord:
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if the folder holds files of a run."""
+    """Return True if the folder contains the files of a run."""
     return any((folder / name).exists() for name in ("metrics.csv", "gates", "config.yaml"))
 
 
@@ -107,11 +107,11 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _find_test(folder: Path) -> Path | None:
-    """Return the folder of the newest test of a checkpoint in this folder."""
+    """Return the folder of the newest test that used a checkpoint from this folder."""
     tests = [
         path.parent
         for path in folder.parent.glob("*/confusion.csv")
-        # Compare the last parts only: the path is relative to where the test was started.
+        # Compare only the last parts, because the path depends on where the test was started.
         if _tested_checkpoint(path.parent).parts[-3:-1] == (folder.name, "checkpoints")
     ]
     return max(tests, key=lambda path: (path / "confusion.csv").stat().st_mtime, default=None)
@@ -154,7 +154,7 @@ def _test_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _read_units(path: Path) -> dict[str, UnitHistory]:
-    """Read the unit histories by layer; each snapshot starts with unit 0."""
+    """Read each layer's unit history, in which every snapshot starts with unit 0."""
     epochs: dict[str, list[int]] = {}
     shares: dict[str, tuple[array[float], array[float]]] = {}
     lines = read_lines(path)
@@ -221,12 +221,12 @@ def _read_confusion(path: Path) -> tuple[list[str], Tensor] | None:
 
 
 def read_tasks(path: Path) -> Tensor | None:
-    """Read the accuracies after each task of a sequence; None if there was none."""
+    """Read the accuracies after each task in a sequence; return None if there are none."""
     lines = [[float(value) for value in line] for line in read_lines(path)]
     return torch.tensor(lines[1:]) if len(lines) > 1 else None
 
 
-# Values set by schedules and controllers, one chart each.
+# Charts of values that schedules and controllers set: title -> prefixes of logged keys.
 _SCHEDULES = {
     "Temperature τ": ("gates/temperature",),
     "Threshold θ and keep target": ("gates/threshold", "gates/keep_target"),
@@ -235,7 +235,7 @@ _SCHEDULES = {
 }
 _MAX_FEATURES = 50
 _MAX_CLASSES = 50  # in confusion matrices
-_MAX_SEEN = 128  # classes, or tokens, in class maps
+_MAX_SEEN = 128  # classes or tokens in class maps
 
 _NO_METRICS = (
     "<p>No accuracy or loss was recorded (metrics.csv is missing): train with a logger.</p>"
@@ -243,7 +243,7 @@ _NO_METRICS = (
 
 
 def run_part(run: RunRecord, level: int = 2) -> str:
-    """Return the report of one run as HTML."""
+    """Return one run's report as HTML."""
     parts = [
         section("Results", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
         section("Tasks in sequence", _tasks(run), level=level),
@@ -322,7 +322,7 @@ def _tasks(run: RunRecord) -> str:
 
 def _open_rates(run: RunRecord) -> str:
     charts = []
-    for kind, title in (("g", "Open: hard gates g"), ("p", "Mean probability p")):
+    for kind, title in (("g", "Open rate: hard gates g"), ("p", "Mean probability p")):
         lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for row in run.layers:
             lines[row["layer"]].append((int(row["epoch"]), float(row[f"open_rate_{kind}"])))
@@ -333,7 +333,7 @@ def _open_rates(run: RunRecord) -> str:
             churn[row["layer"]].append((int(row["epoch"]), float(row["churn"])))
     charts.append(
         line_chart(
-            "Churn: mean change of a unit since the last snapshot",
+            "Churn: mean change per unit since the last snapshot",
             churn,
             "epoch",
             "share",
@@ -341,12 +341,12 @@ def _open_rates(run: RunRecord) -> str:
         )
     )
     if run.positions:
-        title = "Open by position in a sequence"
+        title = "Open rate by position in a sequence"
         charts.append(line_chart(title, run.positions, "position", "share", percent=True))
     columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
     rows = [
-        [row["layer"], row["epoch"], _format_percent(row["open_rate_g"]), _format_percent(row["open_rate_p"]),
-         _format_percent(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
+        [row["layer"], row["epoch"], _percent_cell(row["open_rate_g"]),
+         _percent_cell(row["open_rate_p"]), _percent_cell(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
          f"{float(row['threshold']):.3g}"]
         for row in run.layers
     ]  # fmt: skip
@@ -424,7 +424,7 @@ def _compute(run: RunRecord) -> str:
         share = (macs + gate_macs) / dense if dense else None
         rows.append(
             [layer["name"], f"{dense:,.0f}", f"{macs:,.0f}", f"{gate_macs:,.0f}",
-             "" if share is None else f"{share:.1%}", _format_percent(layer["open_rate_g"]),
+             "" if share is None else f"{share:.1%}", _percent_cell(layer["open_rate_g"]),
              layer["dead_units"]]
         )  # fmt: skip
         if dense:
@@ -458,16 +458,16 @@ def _tiles(parts: list[str]) -> str:
     return f'<div class="tiles">{inner}</div>' if inner else ""
 
 
-def _format_percent(value: str) -> str:
+def _percent_cell(value: str) -> str:
     return f"{float(value):.2%}" if value else ""
 
 
-# The browser blocks everything that is not in the file.
+# With this policy, the browser blocks everything that is not in the file.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def run_page(folder: Path) -> str:
-    """Return the page of a run, or of the newest run in a folder of runs."""
+    """Return the page for a run, or for the newest run in a folder of runs."""
     run = folder if is_run(folder) else _newest_run(folder)
     return page(str(run), run_part(read_run(run)))
 
@@ -492,10 +492,10 @@ def _newest_run(folder: Path) -> Path:
     trained = [path for path in runs if (path / "checkpoints").is_dir()] or runs
     if not trained:
         raise ValueError(
-            f"{str(folder)!r} holds neither a study (results.csv with a column variant) nor a run "
-            "(metrics.csv, gates/ or config.yaml): give the folder that `study` or `fit` printed."
+            f"{str(folder)!r} contains neither a study (results.csv with a variant column) nor a "
+            "run (metrics.csv, gates/ or config.yaml): pass the folder printed by `study` or `fit`."
         )
-    # The time of the folder itself would change with every report.
+    # The folder's own time would change with every report.
     return max(trained, key=lambda path: max(p.stat().st_mtime for p in _output_paths(path)))
 
 
@@ -505,7 +505,7 @@ def _output_paths(run: Path) -> list[Path]:
 
 
 def page(title: str, content: str) -> str:
-    """Wrap content in a complete page with style and script."""
+    """Wrap content in a complete page with its style and script."""
     here = files("dg_lightning.monitoring.report")
     style = here.joinpath("style.css").read_text(encoding="utf-8")
     script = here.joinpath("script.js").read_text(encoding="utf-8")

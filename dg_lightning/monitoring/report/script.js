@@ -1,5 +1,5 @@
 "use strict";
-// Shows values by pointer and keyboard: charts store them in data-tip, maps as bytes.
+// Shows values on hover or by keyboard. Charts store the values in data-tip, maps as bytes.
 const tip = document.getElementById("tip");
 
 function show(text, x, y) {
@@ -68,7 +68,7 @@ for (const chart of document.querySelectorAll(".chart")) {
   }
 }
 
-// Viridis in nine steps, readable with colour blindness: dark is closed, bright is open.
+// Viridis in nine steps, which is readable with colour blindness. Dark is closed, bright is open.
 const STEPS = [[68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141],
   [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37]];
 
@@ -122,7 +122,8 @@ for (const canvas of document.querySelectorAll(".map canvas")) {
   });
 }
 
-// Clicking a column header sorts the rows: numbers first, by their first figure, then text.
+// Clicking a column header sorts the rows by the first number in each cell, or by name in the
+// first column.
 for (const table of document.querySelectorAll(".wide table")) {
   const body = table.tBodies[0];
   const figure = (row, column) => {
