@@ -346,8 +346,8 @@ def _open_rates(run: RunRecord) -> str:
     columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
     rows = [
         [row["layer"], row["epoch"], _percent_cell(row["open_rate_g"]),
-         _percent_cell(row["open_rate_p"]), _percent_cell(row["churn"]), row["dead_units"], f"{float(row['temperature']):.3g}",
-         f"{float(row['threshold']):.3g}"]
+         _percent_cell(row["open_rate_p"]), _percent_cell(row["churn"]), row["dead_units"],
+         f"{float(row['temperature']):.3g}", f"{float(row['threshold']):.3g}"]
         for row in run.layers
     ]  # fmt: skip
     if not rows:
