@@ -56,7 +56,7 @@ def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None
         if "ModelPruning" in [kind.__name__ for kind in type(other).__mro__]:
             raise ValueError(
                 f"{name} and Lightning's ModelPruning both decide which weights are 0: remove one. "
-                f"To prune other `layers` than {name}, use dg_lightning's MagnitudePruning."
+                f"To prune layers that {name} does not, use MagnitudePruning with `layers`."
             )
         if other is callback or not hasattr(other, "set_initial_masks"):
             continue

@@ -113,7 +113,7 @@ class AddGates(pl.Callback):
     ) -> None:
         if has_averages(trainer):
             raise ValueError(
-                "A callback that averages weights copied the model before it had gates: list "
+                "A weight-averaging callback copied the model before gates were added: list "
                 "AddGates before that callback, and create layers in `__init__`."
             )
         example = self.example

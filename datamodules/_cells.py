@@ -551,7 +551,7 @@ class CellDecoder:
                 "a CSV file, also set `label_file`. `leiden: true` uses Leiden clusters instead, "
                 "which are not ground truth."
             )
-        # Like the paper, apply a method for counts to the log-normalised values of all cells.
+        # As in the paper, a method designed for counts, on log-normalised values of all cells.
         return leiden_clusters(normal, select_variable_genes(normal, min(2000, normal.shape[1])))
 
     def _list_columns(self) -> str:

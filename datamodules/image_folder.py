@@ -32,7 +32,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet statistic
 
 @dataclass(frozen=True)
 class _ImagePreparation:
-    """Preprocessing of images, as plain values for checkpoints and exports."""
+    """Image preprocessing settings, as plain values for checkpoints and exports."""
 
     class_names: Sequence[str]
     input_shape: Sequence[int]

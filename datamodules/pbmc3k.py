@@ -96,7 +96,7 @@ class PBMC3kDataModule(FittedDataModule):
         if label_file is not None and label_column is None:
             raise ValueError("`label_file` needs `label_column`: set it to the column with labels.")
         if leiden and label_column is not None:
-            raise ValueError("`leiden` and `label_column` exclude each other: use one of them.")
+            raise ValueError("`leiden` and `label_column` are mutually exclusive: set one.")
         if genes < 1 or smallest_cluster < 1:
             raise ValueError(
                 f"`genes` and `smallest_cluster` must be positive, got {genes}, {smallest_cluster}."

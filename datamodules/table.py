@@ -93,7 +93,7 @@ class TabularDataModule(FittedDataModule):
         self.split_by, self.time_column = split_by, time_column
         self.val_share, self.test_share = val_share, test_share
         if split_by is not None and time_column is not None:
-            raise ValueError("`split_by` and `time_column` exclude each other: use one of them.")
+            raise ValueError("`split_by` and `time_column` are mutually exclusive: set one.")
         if min(val_share, test_share) <= 0 or val_share + test_share >= 1:
             raise ValueError(
                 "`val_share` and `test_share` must be above 0, with a sum below 1, got "

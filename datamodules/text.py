@@ -92,7 +92,7 @@ class TextDataModule(BaseDataModule):
         if not prompt:
             raise ValueError("`prompt` must have at least one character.")
         if packages and folder is not None:
-            raise ValueError("`packages` and `folder` exclude each other: use one of them.")
+            raise ValueError("`packages` and `folder` are mutually exclusive: set one.")
         self.packages = packages
         self.folder = None if folder is None else Path(folder).absolute()
         self.pattern, self.context = pattern, context

@@ -84,8 +84,8 @@ class Structure:
             )
         if self.n_of_m is not None and columns % self.n_of_m[1]:
             raise ValueError(
-                f"`structure={self.kind!r}` needs a number of inputs divisible by "
-                f"{self.n_of_m[1]}, but {name} has {columns}: exclude the layer with `layers`."
+                f"`structure={self.kind!r}` requires the number of inputs to be divisible by "
+                f"{self.n_of_m[1]}, but {name} has {columns}: use `layers` to exclude this layer."
             )
 
     def note_on(self, sparsity: object) -> str | None:
@@ -308,7 +308,7 @@ class OpenRates:
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Add the last forward pass to the rates for a step. A new step resets the rates."""
+        """Include the last forward pass in the rates of this step. A new step resets them."""
         if step != self._step:
             self._step, self._sums = step, {}
         for linear, linear_map in self.gates.items():
