@@ -131,7 +131,9 @@ def read_wave(path: str, on_mismatch: str) -> NDArray[np.int16]:
         )
     taps = rate // gcd(rate, RATE) * (RATE // gcd(rate, RATE)) if rate else 0
     if not _MIN_RATE <= rate <= _MAX_RATE or taps > _MAX_TAPS:
-        raise ValueError(f"{path} has an unusual sample rate, {rate} Hz: resample it, for example to 16000 Hz.")
+        raise ValueError(
+            f"{path} has an unusual sample rate, {rate} Hz: resample it, for example to 16000 Hz."
+        )
     return _resample(samples, rate)
 
 

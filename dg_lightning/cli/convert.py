@@ -63,7 +63,9 @@ def convert_command(args: list[str]) -> None:
         raise cli_error(f"`budget` must be above 0 and below 1, got {given.budget}.")
     output = Path(given.output)
     if output.exists() and not output.is_dir():
-        raise cli_error(f"`output` must be a folder, but {given.output!r} is a file: choose another.")
+        raise cli_error(
+            f"`output` must be a folder, but {given.output!r} is a file: choose another."
+        )
     done: list[Converted] = []
     for budget in budgets:
         pl.seed_everything(given.seed, verbose=False)

@@ -216,7 +216,7 @@ def test_refuses_what_makes_no_sense(arguments: dict[str, Any], message: str) ->
 
 def test_says_that_there_is_no_validation_to_look_at(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, GateMonitor(stage="validation"), limit_val_batches=0)
-    with pytest.raises(ValueError, match="there is none: leave `stage` out"):
+    with pytest.raises(ValueError, match="`stage"):
         trainer.fit(classifier(), DigitsDataModule(batch_size=64))
 
 

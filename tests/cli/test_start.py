@@ -38,7 +38,7 @@ print("imported", *sorted(heavy))
         (["fit", "--config", "nowhere.yaml"], "There is no config 'nowhere.yaml'"),
         (["fit", "-c=digits/dynamcgate"], "did you mean digits/dynamicgate?"),
         (["study", "--config=studies/digit"], "did you mean studies/digits?"),
-        (["test", "--config=digits/baseline", "--ckpt_path=a.ckpt"], "no checkpoint 'a.ckpt'"),
+        (["test", "--config=digits/baseline", "--ckpt_path=a.ckpt"], "'a.ckpt'"),
         (["export", "--ckpt_path", "a.ckpt"], "No checkpoint found at 'a.ckpt'"),
         (["fit", "--data.path", "a.h5ad"], "No file or folder at 'a.h5ad'"),
         (["report", "nowhere"], "No run found at 'nowhere'"),

@@ -126,7 +126,7 @@ def test_one_gate_a_layer_can_be_given_with_its_own_threshold() -> None:
     gates = gate_layers(net)
     assert list(gates) == ["hidden.0.gate", "hidden.2.gate"]
     assert [round(g.threshold.item(), 3) for g in gates.values()] == [0.3, 0.6]
-    with pytest.raises(ValueError, match=r"`gate` .* of 2.* got 1"):
+    with pytest.raises(ValueError, match=r"`gate` .* 2 .* got 1"):
         GatedMLP(6, [4, 4], 3, gate=[None])
 
 

@@ -99,7 +99,7 @@ def test_a_map_over_time_has_the_most_open_unit_first() -> None:
     chart = time_map("gate", torch.tensor([[0.0, 0.0], [1.0, 0.5]]), [0, 3])
     assert bytes_of(chart) == [250, 125, 0, 0]
     assert 'data-rows="[&quot;1&quot;,&quot;0&quot;]"' in chart
-    assert "gate: of 2 units 50.0% open at first, 25.0% at the end" in chart
+    assert "gate: 50.0% of 2 units open at first, 25.0% at the end" in chart
 
 
 def test_classes_without_samples_are_drawn_as_unseen() -> None:
