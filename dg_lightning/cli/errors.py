@@ -37,6 +37,18 @@ _REWORDINGS = (
     ),
 )
 
+# Options of version 0.2. In Python, `arguments.renamed` accepts them with a warning.
+_RENAMED = {
+    "capture": "cuda_graphs",
+    "join": "transition",
+    "landing": "freeze_at",
+    "max_loss": "max_accuracy_drop",
+    "module": "submodule",
+    "of": "rate",
+    "only": "layers",
+    "what": "train",
+}
+
 
 class OneLineErrorParser(LightningArgumentParser):
     """Reports errors in one line, without the usage text."""
@@ -51,7 +63,9 @@ class OneLineErrorParser(LightningArgumentParser):
             message += "; pass a config with --config"
         elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
             known = self.get_defaults(skip_validation=True).keys()
-            near = get_close_matches(unknown[2], known, n=1)
+            new = _RENAMED.get(unknown[2].rpartition(".")[2])
+            near = [] if new else get_close_matches(unknown[2], known, n=1)
+            message += f"; it is now {unknown[1]}{new}." if new else ""
             message += f"; did you mean {unknown[1]}{near[0]}?" if near else ""
         raise cli_error(one_line(message), ex)
 
