@@ -70,7 +70,7 @@ def main() -> None:
                 nn.Linear(width, 4 * width, **options),
                 nn.Linear(4 * width, width, **options),
             )
-            net = FeedForward.of(fc1, nn.GELU(), fc2, size, scaled=True)
+            net = FeedForward.from_linears(fc1, nn.GELU(), fc2, size, scaled=True)
             x = torch.randn(TOKENS, width, **options).requires_grad_()
             gate = torch.rand(TOKENS, 4 * width // size, device="cuda")
             gate = torch.where(gate < OPEN, 0.5 + gate, 0.0).requires_grad_()

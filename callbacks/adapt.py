@@ -21,7 +21,7 @@ from ._shared import mean_over_ranks
 
 Train: TypeAlias = Literal["nothing", "gates", "inactive", "both", "all"]
 _COMPARED = 8  # number of batches whose gate decisions are compared
-_LEAST_COST = 0.01  # smallest drift cost for which recovery is logged
+_MIN_COST = 0.01  # smallest drift cost for which recovery is logged
 _NOT_MEASURED = -1.0  # replaces NaN in checkpoints, so that they compare equal
 
 
@@ -217,7 +217,7 @@ class Adapt(pl.Callback):
             "adapt/clean_loss": clean - clean_now,
             "adapt/weights_free": 1 - self._protection.share(),
         }
-        if clean - drifted >= _LEAST_COST:
+        if clean - drifted >= _MIN_COST:
             self.figures["adapt/recovery"] = (drifted_now - drifted) / (clean - drifted)
         if self._flips:
             flips = torch.stack(self._flips).mean().to(pl_module.device)

@@ -23,7 +23,7 @@ from dg_lightning.training.optimizers import has_fused_unscale
 from ._shared import mean_over_ranks
 from .sparse import NewMasks, Rewiring
 
-_LEAST_RATE = 1e-3  # lower bound on the share of samples that open both ends of a connection
+_MIN_RATE = 1e-3  # lower bound on the share of samples that open both ends of a connection
 
 
 class RigL(Rewiring):
@@ -187,7 +187,7 @@ class RigL(Rewiring):
         for layer, grow in self._gradients.items():
             keep = layer.weight.detach().abs()
             if layer.layer in shares:
-                share = shares[layer.layer].clamp_min(_LEAST_RATE)
+                share = shares[layer.layer].clamp_min(_MIN_RATE)
                 grow = grow / share
                 keep = keep * share if self.gate_aware == "drop_and_grow" else keep
             scores += [keep, grow]

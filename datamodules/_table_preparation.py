@@ -24,7 +24,7 @@ _MAX_LEVELS = 100  # maximum per category, because each level becomes an input
 _MAX_NAMED = 10
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 # A text column is rejected if it has many levels and most of them look like numbers.
-_MANY, _MOSTLY = 10, 0.8
+_MANY, _ALMOST_ALL = 10, 0.8
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def number_columns(table: "DataFrame", categories: Sequence[str]) -> list[str]:
             levels = column.dropna().astype(str).drop_duplicates()
             as_numbers = pd.to_numeric(levels.str.replace(",", ""), errors="coerce").notna()
             is_date = levels.str.match(r"\d{4}-\d\d-\d\d")
-            if len(levels) >= _MANY and (as_numbers | is_date).mean() > _MOSTLY:
+            if len(levels) >= _MANY and (as_numbers | is_date).mean() > _ALMOST_ALL:
                 raise ValueError(
                     f"Column {name!r} contains numbers or dates as text, such as "
                     f"{levels.iloc[0]!r}: convert it, or add it to `categories` or `ignore`."

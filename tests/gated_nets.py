@@ -52,7 +52,7 @@ def feed_forward(
         nn.Linear(blocks * block, outputs, **made),
     )
     other = nn.Linear(inputs, blocks * block, **made) if glu else None
-    return FeedForward.of(first, activation, second, block, other, scaled)
+    return FeedForward.from_linears(first, activation, second, block, other, scaled)
 
 
 def random_gate(

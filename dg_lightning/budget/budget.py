@@ -24,8 +24,8 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_
 
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
-_MOST_CANDIDATES = 4096
-_FAR = 0.5  # shortfall that counts as too large, as a share of the target
+_MAX_CANDIDATES = 4096
+_MIN_DISTANCE = 0.5  # shortfall that counts as too large, as a share of the target
 
 
 @contextmanager
@@ -176,9 +176,9 @@ class GateBudget:
             if gate.probability is not None and price > 0
         ]
         needed = torch.cat(distances).unique()  # the shift that opens each unit
-        if len(needed) > _MOST_CANDIDATES:  # with per-token gates there are millions
-            chosen = torch.arange(_MOST_CANDIDATES, device=needed.device) * (len(needed) - 1)
-            needed = needed[chosen // (_MOST_CANDIDATES - 1)]
+        if len(needed) > _MAX_CANDIDATES:  # with per-token gates there are millions
+            chosen = torch.arange(_MAX_CANDIDATES, device=needed.device) * (len(needed) - 1)
+            needed = needed[chosen // (_MAX_CANDIDATES - 1)]
         needed = needed.cpu()
         halfway = (needed[1:] + needed[:-1]) / 2  # usage only changes where a unit opens
         shifts = [float(needed[0]) - 1, *halfway.tolist(), float(needed[-1]) + 1]
@@ -192,7 +192,7 @@ class GateBudget:
         # Units with equal p open together. If the result is far below the target, choose the
         # neighbouring shift that is closer to it.
         nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
-        misses = self.used(shifts[low]) < (1 - _FAR) * target
+        misses = self.used(shifts[low]) < (1 - _MIN_DISTANCE) * target
         chosen = nearest if misses else shifts[low]
         impossible = self.used(shifts[0]) > target  # even with all units closed
         return 0.0 if impossible or self.used(chosen) == self.used() else chosen

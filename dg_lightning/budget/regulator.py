@@ -84,8 +84,8 @@ _MEASUREMENTS = 200  # default number of measurements in a training run
 _LANDING = 10  # number of measurements during a landing
 
 _TOLERANCE = 0.01  # relative error below which landed gates are not corrected
-ENOUGH_MEASUREMENTS = 10  # number of batches needed for a correction
-LEAST = 1e-6  # lower bound on a used share, to avoid division by zero
+MIN_MEASUREMENTS = 10  # number of batches needed for a correction
+MIN_SHARE = 1e-6  # lower bound on a used share, to avoid division by zero
 
 
 Mean: TypeAlias = Callable[[Tensor], Tensor]  # averages a value over ranks
@@ -170,7 +170,7 @@ class Landing:
             progress: Progress of the landing, from 0 to 1.
         """
         self.used = float(used)
-        self.start = self.start or max(self.used, LEAST)
+        self.start = self.start or max(self.used, MIN_SHARE)
         self.landed = progress >= 1
         target = self.start * (self.budget.budget / self.start) ** min(max(progress, 0.0), 1.0)
         return self.shift_to(target, self.used)
@@ -180,14 +180,14 @@ class Landing:
         self.measurements += measurements
         self.used += (float(used) - self.used) * measurements / self.measurements
         settled = abs(self.used / self.budget.budget - 1) <= _TOLERANCE
-        if settled or self.measurements < ENOUGH_MEASUREMENTS:
+        if settled or self.measurements < MIN_MEASUREMENTS:
             return 0.0
         return self.shift_to(self.budget.budget, self.used)
 
     def shift_to(self, target: float, used: float) -> float:
         """Return the shift that brings usage to the target."""
         here = float(self.budget.used())  # the last pass may differ from `used`
-        return self.budget.shift_for(target if used < LEAST else here * target / used)
+        return self.budget.shift_for(target if used < MIN_SHARE else here * target / used)
 
     def apply(self, shift: float, mean: Mean) -> None:
         """Shift the gates and restart the measurements.
@@ -200,7 +200,7 @@ class Landing:
             self.measurements = 0
             before = float(mean(self.budget.used()))
             after = float(mean(self.budget.used(shift)))
-            self.used = after if before < LEAST else self.used * after / before
+            self.used = after if before < MIN_SHARE else self.used * after / before
             self.budget.shift(shift)
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,13 +343,13 @@ class Regulator:
         if not self.budget.depends_on_input:
             return
         if not self.landing.landed:
-            self.ratio = max(share, LEAST) / max(sum(recent) / len(recent), LEAST)
+            self.ratio = max(share, MIN_SHARE) / max(sum(recent) / len(recent), MIN_SHARE)
             return
         # The last batch may be small, so restore the p and g recorded on the largest batch.
         for gate, (p, g) in zip(self.budget.all_gates, self._largest_batch, strict=True):
             gate.probability, gate.gate = p, g
         self._validates, self.landing.measurements = True, 0
-        self._shift(self.landing.correct(torch.tensor(share), ENOUGH_MEASUREMENTS), mean)
+        self._shift(self.landing.correct(torch.tensor(share), MIN_MEASUREMENTS), mean)
         self._largest_batch = []
 
     def _warn_if_missed(self, share: float) -> None:

@@ -262,7 +262,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_MOST_NAMES = 6
+_MAX_NAMES = 6
 _DURATIONS = ("begin", "until", "freeze_at", "transition", "revive_after", "revive_until")
 
 
@@ -510,5 +510,5 @@ def add_cost(report: Report, model: Any, data: Any, callbacks: Sequence[Any], tr
 def _names(names: Iterable[str]) -> str:
     """Join names with commas, and write out only the first few."""
     every = list(names)
-    left = len(every) - _MOST_NAMES
-    return ", ".join(every[:_MOST_NAMES]) + (f" and {left} others" if left > 0 else "")
+    left = len(every) - _MAX_NAMES
+    return ", ".join(every[:_MAX_NAMES]) + (f" and {left} others" if left > 0 else "")

@@ -103,7 +103,7 @@ def own_settings(arguments: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-_FEWEST_BATCHES, _MOST_BATCHES, _STEPS = 8, 40, 4
+_MIN_BATCHES, _MAX_BATCHES, _STEPS = 8, 40, 4
 
 
 @dataclass
@@ -293,8 +293,8 @@ class LastProbe(pl.Callback):
         seen.ran |= {name for name, g in gates if g.probability is not self._recorded[name]}
         seen.batches += 1
         seen.steps = trainer.global_step
-        enough = seen.batches >= _FEWEST_BATCHES and seen.steps >= _STEPS * seen.optimizers
-        if enough or seen.batches >= _MOST_BATCHES:
+        enough = seen.batches >= _MIN_BATCHES and seen.steps >= _STEPS * seen.optimizers
+        if enough or seen.batches >= _MAX_BATCHES:
             trainer.should_stop = True
 
 

@@ -150,7 +150,7 @@ class Protection:
         return not all(torch.equal(now, kept) for now, kept in pairs)
 
 
-_SURE = 20.0  # |logit / τ| that opens or closes a gate at any threshold
+_SATURATED_LOGIT = 20.0  # |logit / τ| that opens or closes a gate at any threshold
 
 
 class GatesByTask:
@@ -205,7 +205,7 @@ class GatesByTask:
                 self._own = {name: gate.logit.clone() for name, gate in self.gates.items()}
             for name, gate in self.gates.items():
                 opened = self.finished[task][name].to(gate.logit)
-                gate.logit.copy_((2 * opened - 1) * _SURE * gate.temperature)
+                gate.logit.copy_((2 * opened - 1) * _SATURATED_LOGIT * gate.temperature)
         else:
             for name, own in self._own.items():
                 self.gates[name].logit.copy_(own)

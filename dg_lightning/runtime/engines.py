@@ -85,7 +85,7 @@ class FeedForward:
     scaled: bool = False
 
     @classmethod
-    def of(
+    def from_linears(
         cls,
         fc1: nn.Linear,
         activation: Callable[[Tensor], Tensor],

@@ -114,7 +114,7 @@ class Runner:
     ) -> Tensor:
         """Return the output of a feed-forward for rows ``(rows, width)``."""
         maps = fc1, elementwise(activation), fc2
-        net = FeedForward.of(*maps, gate.block_size, fc1_gate, gate.scale is not None)
+        net = FeedForward.from_linears(*maps, gate.block_size, fc1_gate, gate.scale is not None)
         tensors = (x, *net.tensors, *gate.parameters())
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         name = self._name(x, gate, net, needs_grad, layer_id) if len(x) else "dense"

@@ -177,7 +177,7 @@ def _enclosing_modules(units: Units) -> list[str]:
     return sorted(homes)
 
 
-_MOST_ATTRIBUTES = 8  # maximum number of attributes tried in all combinations
+_MAX_ATTRIBUTES = 8  # maximum number of attributes tried in all combinations
 
 
 @dataclass
@@ -442,7 +442,7 @@ def _remove_units(
 
 def _subsets(items: list[Any]) -> Iterator[tuple[Any, ...]]:
     """Return all subsets, small ones first. For many items, return only none and all."""
-    if len(items) > _MOST_ATTRIBUTES:
+    if len(items) > _MAX_ATTRIBUTES:
         return iter([(), tuple(items)])
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 

@@ -57,7 +57,7 @@ class DeviceScalars:
         return kept
 
 
-_MOST_KINDS = 32  # maximum number of recorded passes, and of recorded updates
+_MAX_GRAPHS = 32  # maximum number of recorded passes, and of recorded updates
 
 
 class CannotCaptureError(RuntimeError):
@@ -175,12 +175,12 @@ class StepGraphs:
     def _is_new(self, known: dict[Hashable, Any], key: Hashable) -> bool:
         if key in known:
             return False
-        if len(known) < _MOST_KINDS:
+        if len(known) < _MAX_GRAPHS:
             known[key] = None
         elif not self._is_full:
             self._is_full = True
             rank_zero_info(
-                f"{type(self.module).__name__}: more than {_MOST_KINDS} kinds of steps occurred "
+                f"{type(self.module).__name__}: more than {_MAX_GRAPHS} kinds of steps occurred "
                 "(shapes, plain values in batches, optimizer settings). Further kinds run eagerly."
             )
         return True
