@@ -25,7 +25,7 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MAX_CANDIDATES = 4096
-_MIN_DISTANCE = 0.5  # shortfall that counts as too large, as a share of the target
+_MAX_SHORTFALL = 0.5  # shortfall that counts as too large, as a share of the target
 
 
 @contextmanager
@@ -192,7 +192,7 @@ class GateBudget:
         # Units with equal p open together. If the result is far below the target, choose the
         # neighbouring shift that is closer to it.
         nearest = min(shifts[low : low + 2], key=lambda shift: abs(self.used(shift) - target))
-        misses = self.used(shifts[low]) < (1 - _MIN_DISTANCE) * target
+        misses = self.used(shifts[low]) < (1 - _MAX_SHORTFALL) * target
         chosen = nearest if misses else shifts[low]
         impossible = self.used(shifts[0]) > target  # even with all units closed
         return 0.0 if impossible or self.used(chosen) == self.used() else chosen
