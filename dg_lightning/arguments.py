@@ -93,7 +93,7 @@ def warn_of_fraction(name: str, value: float, stacklevel: int = 3) -> None:
     """Warn about a fraction given as a float, which is easily mistaken for a count."""
     warnings.warn(
         f"`{name}={value}` is a fraction: write it as '{100 * value:g}%'.",
-        DeprecationWarning,
+        FutureWarning,  # which users see by default
         stacklevel,
     )
 

@@ -38,7 +38,7 @@ _REWORDINGS = (
 )
 
 # Options of version 0.2. In Python, `arguments.renamed` accepts them with a warning.
-_RENAMED = {
+RENAMED = {
     "capture": "cuda_graphs",
     "join": "transition",
     "landing": "freeze_at",
@@ -63,7 +63,8 @@ class OneLineErrorParser(LightningArgumentParser):
             message += "; pass a config with --config"
         elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
             known = self.get_defaults(skip_validation=True).keys()
-            new = _RENAMED.get(unknown[2].rpartition(".")[2])
+            new = RENAMED.get(unknown[2].rpartition(".")[2])
+            new = new if any(key.rpartition(".")[2] == new for key in known) else None
             near = [] if new else get_close_matches(unknown[2], known, n=1)
             message += f"; it is now {unknown[1]}{new}." if new else ""
             message += f"; did you mean {unknown[1]}{near[0]}?" if near else ""

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from dg_lightning import GatedLM, __version__, callbacks, datamodules
 from dg_lightning.cli.dry_runs import CheckingTrainer
-from dg_lightning.cli.errors import OneLineErrorParser
+from dg_lightning.cli.errors import RENAMED, OneLineErrorParser
 from dg_lightning.cli.outputs import (
     SaveWholeConfig,
     WritePredictions,
@@ -100,7 +100,9 @@ def _set_argument(callback: dict[str, Any], key: str, text: str) -> None:
     target = callback.setdefault("init_args", {})
     *path, last = key.split(".")
     if (name := (*path, last)[0]) not in known:
-        raise cli_error(f"{cls.__name__} has no argument {name!r}; it has {', '.join(known)}.")
+        new = RENAMED.get(name)
+        hint = f"it is now {new}." if new in known else f"it has {', '.join(known)}."
+        raise cli_error(f"{cls.__name__} has no argument {name!r}; {hint}")
     try:
         is_text = not path and known[last].annotation in (str, str | None)
         value = text if is_text and text != "null" else yaml.safe_load(text)
@@ -280,7 +282,12 @@ class GateCLI(LightningCLI):
         class_path = saved.get("_class_path")
         if not isinstance(class_path, str) or "_instantiator" in saved:
             raise cli_error(f"{path!r} is not a dg-lightning checkpoint: pass another one.")
-        import_class(class_path, GatedModule)
+        cls = import_class(class_path, GatedModule)
+        if "net" in inspect.signature(cls).parameters and "net" not in saved:
+            raise cli_error(
+                f"{path!r} does not hold its net, which was given as a module: use it from Python, "
+                f"with {cls.__name__}.load_from_checkpoint(path, net=...)."
+            )
         self._saved_hparams = saved
         if differences := _differences(configured, saved):
             rank_zero_info(

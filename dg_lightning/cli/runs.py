@@ -21,7 +21,7 @@ from torch import Tensor
 from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import one_line
 from dg_lightning.cli_error import cli_error
-from dg_lightning.configs import config_name, config_path
+from dg_lightning.configs import config_name, config_path, option_values
 from dg_lightning.files import locked
 from dg_lightning.monitoring import run_folder
 from dg_lightning.training.checkpoint import opened, preparation_in, read_checkpoint
@@ -203,22 +203,29 @@ def checkpoint_in(run: str) -> str:
         return run
     found = sorted(Path(run).rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise cli_error(f"No checkpoint found in {run!r}: pass a run folder.")
+        raise cli_error(f"No checkpoint found in {run!r}: pass the folder of a `fit` run.")
     return str(found[-1])
 
 
 def expand_run(args: Sequence[str]) -> list[str]:
-    """Replace the run after `validate`, `test` or `predict` with its config and checkpoint."""
+    """Add the config of the run, or of the checkpoint, that `test` and its like are given."""
     command, *rest = args
-    if command not in ("validate", "test", "predict") or not rest or rest[0].startswith("-"):
+    if command not in ("validate", "test", "predict") or not rest:
         return list(args)
-    run, *options = rest
-    checkpoint = checkpoint_in(run)
+    named = not rest[0].startswith("-")
+    checkpoint = checkpoint_in(rest[0]) if named else None
+    if not named and not any(option_values(rest, "--config", "-c")):
+        checkpoint = next(option_values(rest, "--ckpt_path"), None)
+        if any(word.startswith(("--model", "--data=", "--data.class")) for word in rest):
+            return list(args)
+    if checkpoint is None or checkpoint in ("last", "null"):
+        return list(args)
     config = config_of(checkpoint)
     if config is None:
         raise cli_error(f"No config.yaml found near {checkpoint!r}: pass --config and --ckpt_path.")
     check_trusted(read_config(config), config, also=["lightning.pytorch"])
-    return [command, f"--config={config}", f"--ckpt_path={checkpoint}", *options]
+    options = [f"--ckpt_path={checkpoint}", *rest[1:]] if named else rest
+    return [command, f"--config={config}", *options]
 
 
 def _downloaded(url: str) -> str:

@@ -93,6 +93,7 @@ def test_a_run_is_named_by_its_folder_or_its_checkpoint(
     tested = yaml.safe_load(Path("runs/digits/baseline/version_3/config.yaml").read_text())
     assert tested["ckpt_path"] == str(run / "checkpoints" / "last.ckpt")
     assert tested["model"]["init_args"]["net"]["init_args"]["hidden"] == [7]
+    main(["test", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", *SMALL])
     capsys.readouterr()
     Path("alone").mkdir()
     Path("alone/last.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
