@@ -62,7 +62,7 @@ class OneLineErrorParser(LightningArgumentParser):
         if re.match(r"unrecognized arguments: [^-]", message):
             message += "; pass a config with --config"
         elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
-            known = self.get_defaults(skip_validation=True).keys()
+            known = list(self.get_defaults(skip_validation=True).keys())
             new = RENAMED.get(unknown[2].rpartition(".")[2])
             new = new if any(key.rpartition(".")[2] == new for key in known) else None
             near = [] if new else get_close_matches(unknown[2], known, n=1)

@@ -200,7 +200,7 @@ sys.path.insert(0, sys.path[0] + "/callbacks")
 from test_budget_controller import *
 class Steps(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
-        reached.append(dict(controller.reached))
+        reached.append(controller.reached)
 result = []
 times = {{"begin": "0%", "until": "20%", "freeze_at": "40%"}}
 two = {{"strategy": "ddp", "devices": 2}}

@@ -68,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model.num_classes=7"], "has num_classes 7, but DigitsDataModule has 10: set model"),
         (["--model.input_shape=[9]"], "DigitsDataModule has [1, 8, 8]: set model.input_shape"),
         (["--model.net=torch.nn.Identity"], "GatedClassifier has no gate"),
-        ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate matches 'nope'; choose"),
+        ([*PENALTY, "--trainer.callbacks.layers=[nope]"], "No gate matches 'nope'"),
         (["--model.optimizer.lr=-1"], "`optimizer`: AdamW failed: Invalid learning rate: -1.0"),
         (["--model.label_smoothing=2"], "`label_smoothing` must be in [0, 1], got 2.0."),
         (["--model.class_weights=ballanced"], "class_weights: expected list or 'balanced'"),
