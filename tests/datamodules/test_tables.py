@@ -41,10 +41,10 @@ def chunks():
 
 def decode(save):
     save("numbers", chunks())
-    save.facts(done=True)
+    save.metadata(done=True)
 
 tables = cached_tables(folder, "slow", "origin", decode)
-print(int(tables["numbers"].array.sum()), tables.facts["done"])
+print(int(tables["numbers"].array.sum()), tables.metadata["done"])
 """
 TOTAL = 28 * 10_000
 
