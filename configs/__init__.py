@@ -90,8 +90,12 @@ def config_path(name: str) -> str:
         if short.startswith("logger/wandb") and find_spec("wandb") is None:
             raise cli_error(f"{short} needs W&B: pip install wandb wandb-workspaces.")
         return str(files("dg_lightning.configs").joinpath(f"{short}.yaml"))
-    near = get_close_matches(short, shipped, n=1)
+    group = short.rpartition("/")[0]
+    siblings = [one.removeprefix(f"{group}/") for one in shipped if one.startswith(f"{group}/")]
+    near = get_close_matches(short, shipped, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}?" if near else "`dg-lightning configs` lists the shipped ones."
+    if group and siblings and not near:
+        hint = f"{group} has {', '.join(siblings)}."
     raise cli_error(f"There is no config {name!r}, neither as a file nor shipped; {hint}")
 
 

@@ -4,11 +4,13 @@ import re
 import sysconfig
 import traceback
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
 import lightning
+from lightning import Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
@@ -37,6 +39,11 @@ _REWORDINGS = (
     ),
 )
 
+_UNKNOWN_OPTION = re.compile(
+    r"(?:^unrecognized arguments: |^Option '|does not accept option ')(-*)([\w.]+)"
+)
+_UNKNOWN_CLASS = re.compile(r"No class (\w+) found; ")
+
 # Options of version 0.2. In Python, `arguments.renamed` accepts them with a warning.
 RENAMED = {
     "capture": "cuda_graphs",
@@ -61,14 +68,25 @@ class OneLineErrorParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if re.match(r"unrecognized arguments: [^-]", message):
             message += "; pass a config with --config"
-        elif unknown := re.match(r"(?:unrecognized arguments: |Option ')(-*)([\w.]+)", message):
+        elif unknown := _UNKNOWN_OPTION.search(message):
             known = list(self.get_defaults(skip_validation=True).keys())
+            known += [f"trainer.{name}" for name in signature(Trainer).parameters]
             new = RENAMED.get(unknown[2].rpartition(".")[2])
             new = new if any(key.rpartition(".")[2] == new for key in known) else None
             near = [] if new else get_close_matches(unknown[2], known, n=1)
             message += f"; it is now {unknown[1]}{new}." if new else ""
             message += f"; did you mean {unknown[1]}{near[0]}?" if near else ""
-        raise cli_error(one_line(message), ex)
+        raise cli_error(_suggest_class(one_line(message)), ex)
+
+
+def _suggest_class(message: str) -> str:
+    """Suggest one of our classes for a misspelled class name."""
+    unknown = _UNKNOWN_CLASS.search(message)
+    ours = [name for package in (callbacks, datamodules, dg_lightning) for name in package.__all__]
+    near = get_close_matches(unknown[1], ours, n=1) if unknown else []
+    if not near:
+        return message
+    return message[: unknown.end()] + f"did you mean {near[0]}?"  # type: ignore[union-attr]
 
 
 def is_user_error(error: Exception) -> bool:

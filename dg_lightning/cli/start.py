@@ -112,6 +112,11 @@ def _list_configs(rest: list[str]) -> None:
 
 def _check_files(command: str, rest: list[str]) -> None:
     """Check that files named on the command line exist, before torch is imported."""
+    if command in ("fit", "plan", "check") and not rest:
+        raise cli_error(
+            f"`{command}` needs a config, such as `dg-lightning {command} --config "
+            "digits/dynamicgate`; `dg-lightning configs` lists the shipped ones."
+        )
     for name in option_values(rest, "--config", "-c"):
         config_path(name)
     for path in option_values(rest, "--ckpt_path"):

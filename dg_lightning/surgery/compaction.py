@@ -462,6 +462,11 @@ def save_compact(result: CompactModel, path: str | Path) -> None:
     """
     from safetensors.torch import save_model
 
+    if not isinstance(result, CompactModel):
+        raise ValueError(
+            "`result` must be the CompactModel that `compact` returns, which also records changed "
+            f"attributes; got {type(result).__name__}."
+        )
     path = Path(path)
     recipe = {"format": _FORMAT, "attributes": result.attributes, "units": result.units}
     with atomic_write(path) as unfinished:
@@ -482,6 +487,9 @@ def load_compact(build: Callable[[], nn.Module], path: str | Path) -> nn.Module:
     from safetensors import safe_open
 
     path = Path(path)
+    for file in (path, _recipe(path)):
+        if not file.is_file():
+            raise FileNotFoundError(f"There is no {file}: `save_compact` writes it.")
     recipe: dict[str, Any] = json.loads(_recipe(path).read_text(encoding="utf-8"))
     if recipe.get("format") != _FORMAT:
         raise ValueError(f"{_recipe(path)} is not the recipe for a compact model.")

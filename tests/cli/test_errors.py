@@ -45,6 +45,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--model.net.gate.rank=x"], "gate: expected int, got x."),
         (["--model.net.gate.thresold=0.3"], "gate: Unexpected keys: {'thresold'}."),
         (["--model.net.gate.threshold=1.5"], "`threshold` must be in [0, 1), got 1.5."),
+        (["--config=typo.yaml"], "did you mean trainer.max_epochs?"),
+        (["--data=DigitsDatModule"], "No class DigitsDatModule found; did you mean Digits"),
+        (["--trainer.callbacks+=RigLL"], "did you mean RigL?"),
         (["--model=no_package.Model"], "model: No module named 'no_package'"),
         (["--model.net=no_package.Net"], "net: No module named 'no_package'"),
         (["--data=NoData"], "data: No class NoData found"),
@@ -107,6 +110,7 @@ def test_what_is_wrong_is_said_in_one_line(
     foreign = {"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(1)}}
     torch.save(foreign, "foreign.ckpt")
     Path("twice.yaml").write_text("trainer: {max_epochs: 1}\ntrainer: {max_steps: 3}\n")
+    Path("typo.yaml").write_text("trainer: {max_epoch: 1}\n")
     Path("list.yaml").write_text("- a\n- b\n")
     Path("empty.yaml").write_text("# nothing\n")
     assert message in refused(capsys, "fit", "--config", "digits/dynamicgate", *SMALL, *arguments)
