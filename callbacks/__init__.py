@@ -12,7 +12,7 @@ from .minimum_activity import MinimumActivity
 from .revive_dormant import ContinualBackprop, ReviveDormant
 from .rigl import RigL
 from .routing_monitor import RoutingMonitor
-from .schedules import TemperatureAnnealing, ThresholdPhases
+from .schedules import TemperatureAnnealing, ThresholdPhases, ThresholdRamp
 from .sparse import SET, StaticSparse
 from .task_gates import TaskGates
 from .tasks import EWC, TaskHeads, TaskMonitor
@@ -39,4 +39,5 @@ __all__ = [
     "TaskMonitor",
     "TemperatureAnnealing",
     "ThresholdPhases",
+    "ThresholdRamp",
 ]

@@ -105,16 +105,18 @@ def check_single_penalty(callback: Any, trainer: Any) -> None:
 
 
 def check_single_writer(callback: Any, trainer: Any, module: Any) -> None:
-    """Reject a second callback of the same class on the same gates."""
+    """Reject a second callback that sets the same number of the same gates."""
     own = gate_layers(module, callback.layers)
     for other in trainer.callbacks:
-        if other is not callback and type(other) is type(callback):
-            shared = [name for name in gate_layers(module, other.layers) if name in own]
-            if shared:
-                raise ValueError(
-                    f"Two {type(callback).__name__} callbacks both set the gate {shared[0]}: "
-                    "give them disjoint `layers`."
-                )
+        both = callback.writes & getattr(other, "writes", set())
+        if other is callback or not both:
+            continue
+        if shared := [name for name in gate_layers(module, other.layers) if name in own]:
+            names = " and ".join(sorted({type(callback).__name__, type(other).__name__}))
+            raise ValueError(
+                f"Two callbacks ({names}) set the {min(both)} of {shared[0]}: give them disjoint "
+                "`layers`."
+            )
 
 
 class DeferredStateCallback(pl.Callback):

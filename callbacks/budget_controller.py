@@ -1,11 +1,12 @@
 """Hold a compute budget with a controller that adjusts the weight of a penalty."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import cached_property, partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,7 +22,15 @@ from dg_lightning.budget import (
     usage_by_budget,
 )
 from dg_lightning.gates import GateLike, gate_layers, init_recorded_gates
-from dg_lightning.schedules import Clock, Curve, Duration, Schedule, check_duration, warn_of_risks
+from dg_lightning.schedules import (
+    Clock,
+    Curve,
+    Duration,
+    Quantity,
+    Schedule,
+    check_duration,
+    warn_of_risks,
+)
 from dg_lightning.training import copy_gates_to_averages, is_due, log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
@@ -153,6 +162,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         super().on_train_start(trainer, pl_module)
         for regulator in self._regulators.values():
             regulator.budget.check_feasible(regulator.name)
+            regulator.warn_if_too_sparse()
         times = self.begin, self.until, self.freeze_at, self.every_n_steps
         self._times = Timetable.resolve(Clock.from_trainer(trainer), *times)
         warn_of_risks(self, trainer, pl_module)
@@ -165,13 +175,26 @@ class BudgetController(DeferredStateCallback, Penalty):
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
         """Return the curve of each allowed share, assuming full usage at `begin`."""
         curves = []
+        freezes_at = clock.steps(self.freeze_at, "freeze_at")
+        reads: tuple[Quantity, ...] = () if self.method == "shift" else ("factor",)
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
             allowed = Schedule(1.0, share, "exponential", self.begin, self.until).resolve(clock)
-            curves.append(
-                Curve("budget", f"allowed {self.measure} {pattern}".strip(), allowed, gates)
-            )
+            label = f"allowed {self.measure} {pattern}".strip()
+            curves.append(Curve("budget", label, allowed, gates, reads, freezes_at))
         return curves
+
+    def checkpoint_risks(self, callbacks: Iterable[Any], clock: Clock) -> list[str]:
+        """Return a warning if a checkpoint may be kept from before the gates meet the budget."""
+        landed = Timetable.resolve(clock, self.begin, self.until, self.freeze_at, None).landed
+        chosen = [c for c in callbacks if isinstance(c, ModelCheckpoint) and c.monitor]
+        return [
+            f"ModelCheckpoint(monitor={other.monitor!r}) may keep a checkpoint from before step "
+            f"{landed}, when the gates meet their budget: test the last checkpoint (`save_last: "
+            "true`) instead, or check the MACs of the chosen one."
+            for other in chosen
+            if other.save_top_k
+        ]
 
     @override
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:

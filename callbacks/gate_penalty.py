@@ -17,7 +17,15 @@ from dg_lightning.budget import (
 )
 from dg_lightning.compute import linear_maps
 from dg_lightning.gates import gate_layers, values_by_pattern
-from dg_lightning.schedules import Clock, Curve, Schedule, ValueAt, as_schedule, warn_of_risks
+from dg_lightning.schedules import (
+    Clock,
+    Curve,
+    Quantity,
+    Schedule,
+    ValueAt,
+    as_schedule,
+    warn_of_risks,
+)
 from dg_lightning.training import DeviceScalars, log_step
 
 from ._penalty_term import Penalty, PenaltyTerm
@@ -86,6 +94,8 @@ class GatePenalty(Penalty):
         for value in (self.weight.start, self.weight.end, self.weight.before or 0.0):
             if value < 0:
                 raise ValueError(f"`weight` must be at least 0, got {value}.")
+        if power != 2 and not usage.startswith("hinge"):
+            raise ValueError(f"`power` is not used with `usage={usage!r}`: leave it out.")
         if target is not None and usage in ("open_rate", "expected_macs"):
             raise ValueError(f"`target` is not used with `usage={usage!r}`: leave it out.")
         for wanted in target.values() if isinstance(target, dict) else [target]:
@@ -153,10 +163,15 @@ class GatePenalty(Penalty):
         """Return the curve of the weight and, if one is set, of the target."""
         gates = tuple(gate_layers(pl_module, self.layers))
         suffix = "" if self.name is None else f" {self.name}"
-        curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates)]
+        reads: tuple[Quantity, ...] = ("factor",)
+        if self.usage not in ("open_rate", "expected_macs") and not isinstance(
+            self.target, float | int
+        ):
+            reads = ("factor", "keep")
+        curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates, reads)]
         if isinstance(self.target, float | int) and self.rate == "p":
             constant = as_schedule("target", self.target).resolve(clock)
-            curves.append(Curve("keep", f"target{suffix}", constant, gates))
+            curves.append(Curve("target", f"target{suffix}", constant, gates))
         return curves
 
     @override

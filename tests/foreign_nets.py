@@ -30,6 +30,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "StaticSparse": {"sparsity": 0.8},
     "TemperatureAnnealing": {},
     "ThresholdPhases": {},
+    "ThresholdRamp": {"start": 0.5, "end": 0.6},
 }
 OF_TASKS: dict[str, dict[str, Any]] = {  # which need a DataModule of tasks
     "Adapt": {"batches": 20},

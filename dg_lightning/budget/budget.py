@@ -16,6 +16,7 @@ from dg_lightning.compute.macs import (
     LinearMap,
     decision_macs,
     decisions,
+    dense_decision_macs,
     executed_macs,
     gate_before,
     linear_maps,
@@ -106,6 +107,13 @@ class GateBudget:
             rows, columns = m.output_gate if m.skips_rows else None, m.input_gate
             total += m.connections * _floor_share(rows) * _floor_share(columns)
         return (total + self.least_decisions() * self.macs_dense) / self.macs_dense
+
+    def max_share(self) -> float:
+        """Return the share used with every gate open, which missing connections lower."""
+        if self.measure == "open_rate":
+            return 1.0
+        deciding = sum(dense_decision_macs(gate) for gate in self._deciding())
+        return (sum(m.connections for m in self.maps) + deciding) / self.macs_dense
 
     def closes_all(self, used: float) -> bool:
         """Return True if `used` means that every gate is closed."""

@@ -226,6 +226,10 @@ _SAME_P = (
     "connections are still changing: penalise longer (`begin`, `freeze_at`), or raise the gates' "
     "learning rate."
 )
+_TOO_SPARSE = (
+    "With every gate open, the connections use only {:.2%}, so this budget never closes a gate: "
+    "lower the budget or the sparsity."
+)
 _ALL_CLOSED = (
     "No unit is open: raise the budget, or set a floor with the gates' `min_open` or the callback "
     "MinimumActivity."
@@ -355,8 +359,19 @@ class Regulator:
     def _warn_if_missed(self, share: float) -> None:
         if self._misses(share) and not self._has_warned:
             self._has_warned = True
-            cause = _OTHER_INPUTS if self.budget.depends_on_input else _SAME_P
-            rank_zero_warn(f"BudgetController: {self._words(share, 'validation')} {cause}")
+            rank_zero_warn(f"BudgetController: {self._words(share, 'validation')} {self._cause()}")
+
+    def warn_if_too_sparse(self) -> None:
+        """Warn if the budget is above what the connections use with every gate open."""
+        if (most := self.budget.max_share()) < self.budget.budget:
+            what = f" {self.name}" if self.name else ""
+            rank_zero_warn(f"BudgetController{what}: {_TOO_SPARSE.format(most)}")
+
+    def _cause(self) -> str:
+        """Return the likely cause of a missed budget, with a way out."""
+        if (most := self.budget.max_share()) < self.budget.budget:
+            return _TOO_SPARSE.format(most)
+        return _OTHER_INPUTS if self._validates else _SAME_P
 
     def _misses(self, share: float) -> bool:
         tolerance = max(_MISSED * self.budget.budget, self.budget.resolution)
@@ -374,7 +389,7 @@ class Regulator:
         if self.budget.closes_all(self.reached) and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_ALL_CLOSED}")
         elif self._misses(self.reached) and landed and not rehearsal:
-            rank_zero_warn(f"BudgetController: {line} {_SAME_P}")
+            rank_zero_warn(f"BudgetController: {line} {self._cause()}")
         else:
             rank_zero_info(f"BudgetController: {line}")
 

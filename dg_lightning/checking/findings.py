@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from dg_lightning.compute import gate_submodules
 from dg_lightning.monitoring.views import watched_gates
-from dg_lightning.schedules import Clock, Duration, Schedule
+from dg_lightning.schedules import Clock, Duration, Schedule, plan_warnings
 
 from .probe import (
     Copies,
@@ -275,6 +275,7 @@ def add_findings(report: Report, given: Sequence[Any], copies: Copies, seen: Pro
     _steps(report, given, seen)
     _gates(report, ours, seen)
     _callbacks(report, given, ours, seen)
+    _plan(report, given, copies.model, seen)
     _dense_layers(report, copies.model, ours)
     if any(_presses(callback) for callback in ours):
         _penalty(report, ours, seen)
@@ -366,6 +367,15 @@ def _callbacks(
             report.add(*_in_time(name, text, _moments(callback), seen.clock))
         except ValueError as error:
             report.add("ERROR", name, str(error))
+
+
+def _plan(report: Report, given: Sequence[Any], model: Any, seen: ProbeResult) -> None:
+    """Report scheduled settings that have no effect or are risky."""
+    clock = seen.clock
+    if clock is None or clock.total_steps is None:
+        return
+    for line in plan_warnings(given, clock, model):
+        report.add("warning", "schedules", line)
 
 
 def _moments(callback: Any) -> dict[str, Duration]:

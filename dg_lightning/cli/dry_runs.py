@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.checking import check
 from dg_lightning.files import atomic_write
-from dg_lightning.schedules.schedule import Clock, Curve, collect_plan, find_risks
+from dg_lightning.schedules import Clock, Curve, acting, collect_plan, plan_warnings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,6 +23,7 @@ _PANELS = {
     "temperature": "temperature τ",
     "threshold": "threshold θ and keep target",
     "keep": "threshold θ and keep target",
+    "target": "threshold θ and keep target",
     "weight": "weight λ, and its factor",
     "factor": "weight λ, and its factor",
     "budget": "budget",
@@ -48,13 +49,14 @@ class PlanningTrainer(pl.Trainer):
         import rich
 
         clock = self._clock(datamodule)
-        curves = collect_plan(self.callbacks, clock, model)  # type: ignore[attr-defined]
+        callbacks = self.callbacks  # type: ignore[attr-defined]
+        curves = acting(collect_plan(callbacks, clock, model))
         if not curves:
             rank_zero_info("No callback has a schedule: there is nothing to plan.")
             return
         rich.print(plan_table(curves, clock))
-        for risk in find_risks(curves, clock, model):
-            rich.print(f"Risky: {risk}")
+        for line in plan_warnings(callbacks, clock, model):
+            rich.print(f"Warning: {line}")
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:

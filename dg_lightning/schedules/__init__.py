@@ -1,8 +1,17 @@
 """Schedules define values at each optimizer step. Together they form a training plan."""
 
+from .plan import (
+    Curve,
+    Quantity,
+    acting,
+    collect_plan,
+    find_risks,
+    find_unused,
+    plan_warnings,
+    warn_of_risks,
+)
 from .schedule import (
     Clock,
-    Curve,
     Duration,
     JoinedPhases,
     Phase,
@@ -11,9 +20,6 @@ from .schedule import (
     ValueAt,
     as_schedule,
     check_duration,
-    collect_plan,
-    find_risks,
-    warn_of_risks,
 )
 
 __all__ = [
@@ -22,12 +28,16 @@ __all__ = [
     "Duration",
     "JoinedPhases",
     "Phase",
+    "Quantity",
     "Schedule",
     "Shape",
     "ValueAt",
+    "acting",
     "as_schedule",
     "check_duration",
     "collect_plan",
     "find_risks",
+    "find_unused",
+    "plan_warnings",
     "warn_of_risks",
 ]

@@ -6,16 +6,14 @@ A duration is a number of optimizer steps, or text such as ``"30%"``, ``"3 epoch
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from dg_lightning.arguments import as_dataclass, check_fields, warn_of_fraction
-from dg_lightning.gates.protocol import gate_layers
 
 Duration: TypeAlias = int | float | str
 Shape: TypeAlias = Literal["linear", "cosine", "quadratic", "exponential", "step"]
@@ -203,6 +201,11 @@ class ScheduledValue:
     begin: int
     until: int
 
+    @property
+    def last_begin(self) -> int:
+        """The step at which the last change begins."""
+        return self.begin if self.schedule.start != self.schedule.end else 0
+
     def __call__(self, step: int) -> float:
         """Return the value at a step."""
         schedule = self.schedule
@@ -235,22 +238,23 @@ class Phase:
     """One phase of `ThresholdPhases`.
 
     Args:
-        keep: Fraction of gates to keep open, for a `GatePenalty` whose `target` is null.
-        threshold: The threshold θ during the phase.
+        keep: Fraction of gates to keep open, for a `GatePenalty` whose `target` is null. None, in
+            all phases, sets no keep target.
+        threshold: The threshold θ during the phase. None, in all phases, leaves θ alone.
         weight_factor: Factor by which the weight of every penalty on the gates is multiplied.
         begin: When the phase starts. It must be 0 for the first phase.
     """
 
-    keep: float
-    threshold: float
-    weight_factor: float
+    keep: float | None = None
+    threshold: float | None = None
+    weight_factor: float = 1.0
     begin: Duration = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 <= self.keep <= 1:
+        if self.keep is not None and not 0 <= self.keep <= 1:
             raise ValueError(f"`keep` must be in [0, 1], got {self.keep}.")
-        if not 0 <= self.threshold < 1:
+        if self.threshold is not None and not 0 <= self.threshold < 1:
             raise ValueError(f"`threshold` must be in [0, 1), got {self.threshold}.")
         if not self.weight_factor >= 0:
             raise ValueError(f"`weight_factor` must be at least 0, got {self.weight_factor}.")
@@ -275,6 +279,12 @@ class JoinedPhases:
     starts: Sequence[int]
     width: int
 
+    @property
+    def last_begin(self) -> int:
+        """The step at which the last change begins."""
+        changes = zip(pairwise(self.values), self.starts[1:], strict=True)
+        return max((start for (a, b), start in changes if a != b), default=0)
+
     def __call__(self, step: int) -> float:
         """Return the value at a step."""
         value = self.values[0]
@@ -285,172 +295,3 @@ class JoinedPhases:
             # If the previous transition is unfinished, start from the value it has reached.
             value += (target - value) * (1 - math.cos(math.pi * progress)) / 2
         return value
-
-
-Quantity: TypeAlias = Literal["temperature", "threshold", "keep", "weight", "factor", "budget"]
-
-_SUDDEN = 0.05  # fraction of training in which a drop counts as sudden
-_JUMP = 0.01  # fraction of training in which a change of a quarter of the range is a jump
-_LOW_TEMPERATURE = 0.5
-_HIGH_THRESHOLD = 0.9
-_TOUCHING = 0.02
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A quantity that changes over the optimizer steps, such as a temperature.
-
-    Args:
-        quantity: Which quantity this is.
-        label: Display name.
-        value_at: Function that maps an optimizer step to the value.
-        gates: Names of the gates that the quantity applies to.
-    """
-
-    quantity: Quantity
-    label: str
-    value_at: ValueAt
-    gates: tuple[str, ...]
-
-    def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
-        """Return evenly spaced steps from the first to the last, and the value at each of them."""
-        assert clock.total_steps is not None  # a run whose end is unknown has no plan
-        points = min(points, clock.total_steps)
-        last = clock.total_steps - 1
-        steps = [round(i * last / max(points - 1, 1)) for i in range(points)]
-        return steps, [self.value_at(step) for step in steps]
-
-
-def collect_plan(callbacks: Iterable[Any], clock: Clock, module: nn.Module) -> list[Curve]:
-    """Return the curves of all callbacks that have a plan."""
-    planning = [callback for callback in callbacks if hasattr(callback, "plan")]
-    return [curve for callback in planning for curve in callback.plan(clock, module)]
-
-
-def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Warn about risks in a Trainer's plan. Only the first callback with a plan warns."""
-    planning = [other for other in trainer.callbacks if hasattr(other, "plan")]
-    if planning[0] is not callback or trainer.fast_dev_run:
-        return
-    clock = Clock.from_trainer(trainer)
-    if clock.total_steps is None:
-        return
-    for risk in find_risks(collect_plan(planning, clock, module), clock, module):
-        rank_zero_warn(risk)
-
-
-def find_risks(curves: Sequence[Curve], clock: Clock, module: nn.Module) -> list[str]:
-    """Return one line for each setting in a plan that makes gate collapse likely."""
-    temperatures, thresholds, keeps, weights, factors = (
-        [curve for curve in curves if curve.quantity == quantity]
-        for quantity in ("temperature", "threshold", "keep", "weight", "factor")
-    )
-    found = [_sudden_cooling(curve, clock) for curve in temperatures]
-    found += [_high_threshold(curve, clock) for curve in thresholds]
-    found += [
-        _target_on_threshold(keep, threshold, clock)
-        for keep in keeps
-        for threshold in [*thresholds, *_constant_thresholds(module, thresholds)]
-        if set(keep.gates) & set(threshold.gates)
-    ]
-    found += [_simultaneous_jumps(keeps, thresholds, [*weights, *factors], clock)]
-    found += [_idle_temperature(curve, thresholds, module) for curve in temperatures]
-    return list(dict.fromkeys(risk for risk in found if risk is not None))
-
-
-def _constant_thresholds(module: nn.Module, scheduled: Sequence[Curve]) -> list[Curve]:
-    """Return the thresholds that no callback changes, as curves."""
-    changed = {name for curve in scheduled for name in curve.gates}
-    constant = []
-    for name, gate in gate_layers(module, required=False).items():
-        if name not in changed:
-            value_at = as_schedule("threshold", round(float(gate.threshold), 6)).resolve(Clock(1))
-            constant.append(Curve("threshold", "θ", value_at, (name,)))
-    return constant
-
-
-def _sudden_cooling(curve: Curve, clock: Clock) -> str | None:
-    steps, values = curve.values(clock)
-    if values[0] < _LOW_TEMPERATURE:
-        return (
-            f"τ starts at {values[0]:.3g}, below {_LOW_TEMPERATURE}: the sigmoid saturates and "
-            "gates learn little. Start between 1 and 2, and cool slowly."
-        )
-    window = max(1, round(_SUDDEN * len(steps)))
-    for index in range(len(steps) - 1):
-        later = min(index + window, len(steps) - 1)
-        if values[later] < _LOW_TEMPERATURE and values[later] < 0.6 * values[index]:
-            return (
-                f"τ drops from {values[index]:.3g} to {values[later]:.3g} between step "
-                f"{steps[index]} and {steps[later]}: a sudden drop below {_LOW_TEMPERATURE} can "
-                "make gates collapse. Cool more slowly, or stay above this value."
-            )
-    return None
-
-
-def _high_threshold(curve: Curve, clock: Clock) -> str | None:
-    steps, values = curve.values(clock)
-    for step, value in zip(steps, values, strict=True):
-        if value > _HIGH_THRESHOLD:
-            return (
-                f"θ rises above {_HIGH_THRESHOLD} (to {max(values):.3g}, from step {step} on): few "
-                "gates have such a high p, and all others close. Keep θ at 0.8 or below."
-            )
-    return None
-
-
-def _target_on_threshold(keep: Curve, threshold: Curve, clock: Clock) -> str | None:
-    _, targets = keep.values(clock)
-    _, theta = threshold.values(clock)
-    touching = [abs(a - b) < _TOUCHING for a, b in zip(targets, theta, strict=True)]
-    if touching[-1] or sum(touching) > 0.1 * len(touching):
-        at = -1 if touching[-1] else touching.index(True)
-        return (
-            f"{keep.label} is too close to θ ({targets[at]:.3g} and {theta[at]:.3g}): when the "
-            "mean p is at the threshold, a little noise opens or closes all gates. Keep them "
-            "apart, or set `rate: g`."
-        )
-    return None
-
-
-def _jumps(curve: Curve, clock: Clock) -> list[int]:
-    """Return the steps at which a value jumps by more than a quarter of its range."""
-    assert clock.total_steps is not None
-    if clock.total_steps * _JUMP < 1:
-        return []  # in such a short run, every change would be a jump
-    steps = list(range(0, clock.total_steps, max(1, round(_JUMP * clock.total_steps))))
-    values = [curve.value_at(step) for step in steps]
-    span = max(values) - min(values)
-    changes = [abs(b - a) for a, b in pairwise(values)]
-    return [step for step, d in zip(steps, changes, strict=False) if span and d > 0.25 * span]
-
-
-def _simultaneous_jumps(
-    keeps: Sequence[Curve], thresholds: Sequence[Curve], weights: Sequence[Curve], clock: Clock
-) -> str | None:
-    jumps = [
-        {step for curve in curves for step in _jumps(curve, clock)}
-        for curves in (keeps, thresholds, weights)
-    ]
-    shared = set.intersection(*jumps)
-    if not shared:
-        return None
-    return (
-        f"λ, θ and the keep target all jump at step {min(shared)}: such a shock closes gates "
-        "permanently. Smooth the transitions (`transition: 10%`), or move one of the jumps."
-    )
-
-
-def _idle_temperature(curve: Curve, thresholds: Sequence[Curve], module: nn.Module) -> str | None:
-    scheduled = {name for threshold in thresholds for name in threshold.gates}
-    idle = [
-        name
-        for name, gate in gate_layers(module, required=False).items()
-        if name in curve.gates and name not in scheduled and float(gate.threshold) == 0.5
-    ]
-    if len(idle) < len(curve.gates):
-        return None
-    return (
-        "τ has no effect on which gates are open at θ = 0.5: the sign of the logit decides, and τ "
-        "changes only p and its gradients. If τ should affect the mask, use another threshold."
-    )

@@ -5,10 +5,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from dg_lightning import GatedClassifier, gate_layers
-from dg_lightning.callbacks import BudgetController, GatePenalty
+from dg_lightning.callbacks import BudgetController, GatePenalty, RigL, ThresholdPhases
 from dg_lightning.datamodules import DigitsDataModule
 
 STATIC: Any = {"kind": "static"}
@@ -32,12 +32,11 @@ def fitted(
         max_epochs=epochs,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=root,
-        **(of_trainer or {}),
+        **{"enable_checkpointing": False, **(of_trainer or {})},
     )
     trainer.fit(model, DigitsDataModule(batch_size=64))
     return model, trainer
@@ -217,3 +216,28 @@ for method, measure in (("pi", "macs"), ("shift", "open_rate")):
     for own, other in zip(*ranks, strict=True):
         assert own[3]
         assert own == other
+
+
+def test_a_budget_above_what_sparse_connections_use_names_that_cause(tmp_path: Path) -> None:
+    callbacks = [RigL(0.9, every_n_steps=5), BudgetController(0.5)]
+    with pytest.warns(UserWarning, match="BudgetController") as caught:
+        fitted(callbacks, tmp_path, epochs=2)
+    messages = {str(w.message) for w in caught if "BudgetController" in str(w.message)}
+    assert all("With every gate open, the connections use only 9.9" in text for text in messages)
+    assert any("for a budget of 50.00%" in text for text in messages)  # at the end of the run
+
+
+def test_a_checkpoint_from_before_the_landing_is_warned_of(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, monitor="val/loss")
+    with pytest.warns(UserWarning, match=r"monitor='val/loss'.* before step 27, when the gates"):
+        fitted(
+            [saving, BudgetController(0.5)],
+            tmp_path,
+            epochs=2,
+            of_trainer={"enable_checkpointing": True},
+        )
+
+
+def test_a_keep_target_that_no_penalty_follows_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="The keep target of ThresholdPhases has no effect"):
+        fitted([ThresholdPhases(), BudgetController(0.5)], tmp_path, epochs=1)

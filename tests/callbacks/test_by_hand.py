@@ -16,7 +16,7 @@ pytestmark = [
 ]
 COUNTING = [
     "BudgetController", "CollapseDetector", "GatePenalty", "MagnitudePruning", "MinimumActivity",
-    "RigL", "SET", "StaticSparse", "TemperatureAnnealing", "ThresholdPhases",
+    "RigL", "SET", "StaticSparse", "TemperatureAnnealing", "ThresholdPhases", "ThresholdRamp",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ KEYS = {
     ],
     "TemperatureAnnealing": ["gates/temperature"],
     "ThresholdPhases": ["gates/threshold", "gates/keep_target"],
+    "ThresholdRamp": ["gates/threshold"],
     "RigL": ["rewiring/density/body.1.linear", "rewiring/churn/body.1.linear"],
     "SET": ["rewiring/density/body.2.linear"],
     "StaticSparse": ["rewiring/density/body.3"],

@@ -138,7 +138,7 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     save_compact(compact(gated(mlp()), X), tmp_path / "small.safetensors")
     with pytest.raises(ValueError, match="contains 3, which Sequential lacks"):
         load_compact(lambda: nn.Sequential(nn.Linear(8, 6)), tmp_path / "small.safetensors")
-    with pytest.raises(ValueError, match="`result` must be the CompactModel .* got Sequential"):
+    with pytest.raises(ValueError, match=r"`result` must be the CompactModel .* got Sequential"):
         save_compact(compact(gated(mlp()), X).model, tmp_path / "model.safetensors")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"There is no .*missing.safetensors"):
         load_compact(mlp, tmp_path / "missing.safetensors")
