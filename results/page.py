@@ -40,6 +40,40 @@ def summary(studies: dict[str, Study]) -> str:
     return markdown_table(columns, lines, words=2)
 
 
+def recipes(study: Study) -> str:
+    """Return the paper's figures, its recipe's, and those of a budget of the recipe's MACs."""
+    lines = []
+    for v in study.variants:
+        if v.endswith("_budget"):
+            continue
+        paper, budget = study.paper["rows"].get(v, {}), f"{v}_budget"
+        said = paper.get("accuracy")
+        figures = ["" if said is None else f"{100 * said:.2f}", study.percent(v)]
+        figures.append(study.percent(budget) if budget in study.variants else "")
+        rule = [100 * (1 - share) for share in study.values(v, "relmac_table_rule")]
+        relmac = [100 * share for share in study.values(v, "relmac_paper")]
+        figures += [study.paper_saved(v), spread(rule), study.saved(v), spread(relmac)]
+        figures += [study.percent(v, key) for key in ("macro_f1", "best_val_accuracy")]
+        lines.append([f"`{v}`", *figures, f"{study.values(v, 'params')[0]:,.0f}"])
+    columns = ["variant", "accuracy, %: paper", "recipe", "budget, same MACs"]
+    columns += ["saved, %: paper", "recipe, counted as in the paper", "recipe, all MACs"]
+    columns += ["RelMAC, %", "macro-F1, %", "best validation, %", "parameters"]
+    return markdown_table(columns, lines)
+
+
+def ramps_and_budgets(studies: dict[str, Study]) -> str:
+    """Return the leads of the recipe's ramps over a budget of the same MACs."""
+    lines = []
+    for title, study in studies.items():
+        for v in study.variants:
+            if (budget := f"{v}_budget") in study.variants:
+                shares = [f"{100 * statistics.fmean(study.used(x)):.1f}" for x in (v, budget)]
+                spreads = [f"{100 * statistics.stdev(study.used(x)):.2f}" for x in (v, budget)]
+                lines.append([title, f"`{v}`", study.lead(v, budget), *shares, *spreads])
+    columns = ["dataset", "gates", "ramps over budget, points", "MACs, %: ramps", "budget"]
+    return markdown_table([*columns, "spread over seeds: ramps", "budget"], lines, words=2)
+
+
 def budgets(studies: dict[str, Study]) -> str:
     """Return a table of budgets, of their use in the test, and of the cost of landing."""
     lines = []
@@ -191,7 +225,7 @@ def page() -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    named: Any = (summary, budgets, input_pays, worst_miss, of_tasks, of_drift, of_time_scales)
+    named: Any = (summary, recipes, ramps_and_budgets, budgets, input_pays, worst_miss, of_tasks, of_drift, of_time_scales)
     named = (*named, of_tables, of_text, gap_by_seed, of_plasticity)
     tables: dict[str, Any] = {function.__name__: function for function in named}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}

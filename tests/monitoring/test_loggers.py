@@ -36,7 +36,7 @@ KEYS = {
     *("test/loss", "test/accuracy", "test/macro_f1"),
     *(f"compute/{key}" for key in ("macs", "macs_dense", "gate_macs", "proxy_g", "proxy_p")),
     *(f"compute/relmac_{key}" for key in ("g", "p", "fuse_g")),
-    *(f"gates/open_rate_{kind}/{layer}" for kind in "gp" for layer in LAYERS),
+    *(f"gates/{kind}/{layer}" for kind in ("open_rate", "mean_probability") for layer in LAYERS),
     *(f"gates/churn/{layer}" for layer in LAYERS),
     *("gates/temperature", "gates/threshold", "gates/penalty", "gates/penalty_weight"),
     *(f"rewiring/{key}/net.hidden.0.linear" for key in ("density", "churn", "explored")),
