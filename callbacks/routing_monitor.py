@@ -43,12 +43,12 @@ class RoutingMonitor(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        gates = gate_layers(pl_module, self.layers)
+        gates = gate_layers(pl_module, self.layers, required=False)
         self._routers = {name: gate for name, gate in gates.items() if hasattr(gate, "chosen")}
         if not self._routers:
             raise ValueError(
-                "RoutingMonitor needs routers such as SwitchMoE's, but found only the gates "
-                f"{', '.join(gates)}: use GateMonitor instead."
+                f"RoutingMonitor found no router, such as SwitchMoE's, among {len(gates)} gates: "
+                "use GateMonitor to watch gates."
             )
 
     @override

@@ -225,8 +225,8 @@ def page() -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    named: Any = (summary, recipes, ramps_and_budgets, budgets, input_pays, worst_miss, of_tasks, of_drift, of_time_scales)
-    named = (*named, of_tables, of_text, gap_by_seed, of_plasticity)
+    named: Any = (summary, recipes, ramps_and_budgets, budgets, input_pays, worst_miss, of_tasks)
+    named = (*named, of_drift, of_time_scales, of_tables, of_text, gap_by_seed, of_plasticity)
     tables: dict[str, Any] = {function.__name__: function for function in named}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     return environment.get_template("page.md.j2").render(**tables, **made)

@@ -5,9 +5,9 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -126,8 +126,22 @@ _NOISE = (
 _ADVERTISING = "Tip: For seamless cloud"
 
 
-def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "GateCLI":
-    """Run a command with additional callbacks, and return its CLI."""
+# Returns loggers for the settings of a Trainer, or None to keep those that are configured.
+LoggerRule: TypeAlias = Callable[[Mapping[str, Any]], list[Any] | None]
+
+
+def run_command(
+    args: Sequence[str],
+    callbacks: Sequence[pl.Callback] = (),
+    choose_loggers: LoggerRule | None = None,
+) -> "GateCLI":
+    """Run a command and return its CLI.
+
+    Args:
+        args: The command line.
+        callbacks: Callbacks in addition to those that are configured.
+        choose_loggers: Chooses the loggers in place of our own rules.
+    """
     for noise in _NOISE:
         warnings.filterwarnings("ignore", noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_not_advertising)
@@ -148,6 +162,7 @@ def run_command(args: Sequence[str], callbacks: Sequence[pl.Callback] = ()) -> "
             "description": "Train and use networks that decide which of their units to run.",
         },
         auto_configure_optimizers=False,
+        choose_loggers=choose_loggers,
         args=["--json=true" if argument == "--json" else argument for argument in args],
     )
 
@@ -162,14 +177,18 @@ class GateCLI(LightningCLI):
     Args:
         *classes: Base classes of the model and the data.
         args: The command line.
+        choose_loggers: Chooses the loggers in place of our own rules.
         **options: Other arguments of `LightningCLI`.
     """
 
-    def __init__(self, *classes: Any, args: list[str], **options: Any) -> None:
+    def __init__(
+        self, *classes: Any, args: list[str], choose_loggers: LoggerRule | None, **options: Any
+    ) -> None:
         commands = self.subcommands()
         # Creating parsers for all commands would take a quarter of the start-up time.
         wanted = {name: skip for name, skip in commands.items() if name in args[:1]} or commands
         self.subcommands = lambda: wanted  # type: ignore[method-assign]
+        self._choose_loggers = choose_loggers
         self._read: dict[str, dict[str, Any]] = {}  # path -> checkpoint
         self._saved_hparams: dict[str, Any] | None = None  # from a dg-lightning checkpoint
         self._preparation: dict[str, Any] | None = None  # how the checkpoint's data was prepared
@@ -191,9 +210,12 @@ class GateCLI(LightningCLI):
         self.config = self.parser.parse_args(args)
         given = self._plain_settings()
         check_classes(given)
-        if not _is_gated_module(self._settings):
-            return
-        for rule in (with_csv_logger_first, with_free_version):
+        rules: tuple[LoggerRule, ...] = ()
+        if self._choose_loggers is not None:
+            rules = (self._choose_loggers,)
+        elif _is_gated_module(self._settings):
+            rules = (with_csv_logger_first, with_free_version)
+        for rule in rules:
             if (loggers := rule(given["trainer"])) is not None:
                 given["trainer"]["logger"] = loggers
                 self._update_settings({"trainer": {"logger": loggers}})

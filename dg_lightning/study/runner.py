@@ -91,10 +91,55 @@ def trial_folder(output: Path, variant: str, seed: int) -> Path:
     return output / "runs" / variant / f"seed_{seed}"
 
 
+@dataclass(frozen=True)
+class TrialLoggers:
+    """Chooses a trial's loggers: a CSV logger for its folder, and others that are configured.
+
+    Args:
+        folder: The trial's folder, three levels below that of the study or search.
+        group: Name of all runs that differ only in their seed, for W&B.
+        job_type: What the run is part of, for W&B.
+    """
+
+    folder: Path
+    group: str
+    job_type: str
+
+    def __call__(self, trainer: Mapping[str, Any]) -> list[Any]:
+        """Return the loggers for the settings of a Trainer."""
+        root, name, version = self.folder.parents[1], self.folder.parent.name, self.folder.name
+        own = {"save_dir": str(root), "name": name, "version": version}
+        configured = trainer.get("logger")
+        loggers = configured if isinstance(configured, list) else [configured]
+        others = [x for x in loggers if isinstance(x, dict) and _class_name(x) != "CSVLogger"]
+        return [{"class_path": _CSV_LOGGER, "init_args": own}, *map(self._labelled, others)]
+
+    def _labelled(self, logger: dict[str, Any]) -> dict[str, Any]:
+        if _class_name(logger) != "WandbLogger":
+            return logger
+        given = {k: v for k, v in (logger.get("init_args") or {}).items() if v is not None}
+        variant, run = self.folder.parent.name, self.folder.name
+        labels = {
+            "name": f"{variant}/{run}",
+            "group": self.group,
+            "job_type": self.job_type,
+            "tags": [*given.get("tags", ()), self.job_type, variant],
+            "save_dir": str(self.folder.parents[2]),
+        }
+        return {**logger, "init_args": {**given, **labels}}
+
+
+_CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
+
+
+def _class_name(logger: Mapping[str, Any]) -> str:
+    return str(logger.get("class_path", "")).rpartition(".")[2]
+
+
 def train(
     run_command: RunCommand,
     arguments: Sequence[str],
-    folder: Path,
+    loggers: TrialLoggers,
     callbacks: Sequence[pl.Callback],
     test: bool,
 ) -> tuple[Any, Mapping[str, float]]:
@@ -105,14 +150,11 @@ def train(
     Returns:
         The CLI object (trainer, model, datamodule), and the logged test metrics.
     """
+    folder = loggers.folder
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
     folder.parent.mkdir(parents=True, exist_ok=True)
     options = [
         f"--trainer.default_root_dir={folder}",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        f"--trainer.logger.save_dir={folder.parents[1]}",
-        f"--trainer.logger.name={folder.parent.name}",
-        f"--trainer.logger.version={folder.name}",
         "--trainer.enable_progress_bar=false",
         "--trainer.enable_model_summary=false",
     ]
@@ -123,12 +165,16 @@ def train(
         redirect_stderr(log),
         _suppress_info_logs(),
     ):
-        cli = run_command(["fit", *arguments, *options], callbacks)
-        if test:
-            checkpoint = "best" if cli.trainer.checkpoint_callback is not None else None
-            (logged,) = cli.trainer.test(
-                cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint, verbose=False
-            )
+        try:
+            cli = run_command(["fit", *arguments, *options], callbacks, loggers)
+            if test:
+                checkpoint = "best" if cli.trainer.checkpoint_callback is not None else None
+                (logged,) = cli.trainer.test(
+                    cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint, verbose=False
+                )
+        finally:  # otherwise the next trial of this process would log to the same W&B run
+            if wandb := sys.modules.get("wandb"):
+                wandb.finish()
     return cli, logged
 
 
@@ -142,7 +188,12 @@ def _suppress_info_logs() -> Iterator[None]:
 
 
 def train_and_test(
-    run_command: RunCommand, dataset: str, table: str, trial: PlannedTrial, output: Path
+    run_command: RunCommand,
+    dataset: str,
+    table: str,
+    trial: PlannedTrial,
+    output: Path,
+    study: str,
 ) -> dict[str, Any]:
     """Train a trial, test it once, and return its table row.
 
@@ -152,10 +203,12 @@ def train_and_test(
         table: Name of the published table, whose rule for counting MACs is also applied.
         trial: The trial.
         output: Folder of the study.
+        study: Name of the study.
     """
     stopwatch = RunRecorder()
     folder = trial_folder(output, trial.variant, trial.seed)
-    cli, logged = train(run_command, trial.arguments, folder, [stopwatch], test=True)
+    loggers = TrialLoggers(folder, f"{study}/{trial.variant}", "study")
+    cli, logged = train(run_command, trial.arguments, loggers, [stopwatch], test=True)
     rule = published(table)["rule"]
     return {"dataset": dataset, **_row(rule, trial, cli, logged, stopwatch)}
 
@@ -271,6 +324,11 @@ class Study:
         """Name of the published table."""
         return self.paper or self.dataset
 
+    @property
+    def title(self) -> str:
+        """Name of the study in the storage, and in W&B."""
+        return self.name or self.table
+
     def planned(self, only: Sequence[str] | None = None) -> list[PlannedTrial]:
         """Return the planned trials, limited to the variants in `only` if given."""
         if only is not None and not only:
@@ -292,7 +350,7 @@ class Study:
     def open(self, worker: int = 0) -> TrialQueue:
         """Open the queue of trials."""
         storage = self.storage or sqlite_url(self.folder)
-        return TrialQueue(storage, self.name or self.table, self.folder / "workers")
+        return TrialQueue(storage, self.title, self.folder / "workers")
 
     def claim(self, shared: TrialQueue) -> optuna.Trial | None:
         """Start a planned trial; return None if none is waiting."""
@@ -307,7 +365,9 @@ class Study:
         fingerprint = trial.user_attrs["fingerprint"]
         plan = next(plan for plan in self.planned() if plan.fingerprint == fingerprint)
         try:
-            row = train_and_test(run_command, self.dataset, self.table, plan, self.folder)
+            row = train_and_test(
+                run_command, self.dataset, self.table, plan, self.folder, self.title
+            )
         except (Exception, CLIError) as error:
             folder = trial_folder(self.folder, plan.variant, plan.seed)
             with log_path(folder).open("a", encoding="utf-8") as file:

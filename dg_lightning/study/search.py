@@ -21,7 +21,7 @@ from typing_extensions import override
 from dg_lightning.cli_error import CLIError
 from dg_lightning.configs import config_path
 from dg_lightning.files import write_text
-from dg_lightning.study.runner import RunRecorder, error_summary, train
+from dg_lightning.study.runner import RunRecorder, TrialLoggers, error_summary, train
 from dg_lightning.study.settings import as_option, training_inputs
 from dg_lightning.study.shared import (
     RunCommand,
@@ -152,7 +152,9 @@ def _resolved_config(search: "Search", trial: FrozenTrial, run_command: RunComma
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
-            run_command(["fit", *search.arguments(search.values_of(trial)), "--print_config"], ())
+            run_command(
+                ["fit", *search.arguments(search.values_of(trial)), "--print_config"], (), None
+            )
     except SystemExit as end:  # raised by every `--print_config`
         if end.code not in (0, None):
             raise
@@ -318,7 +320,9 @@ class Search:
             folder = self.folder / "runs" / "trials" / f"trial_{trial.number}"
             stopwatch = RunRecorder()
             callbacks = [stopwatch, pruning]
-            cli, _ = train(run_command, self.arguments(values), folder, callbacks, test=False)
+            loggers = TrialLoggers(folder, self.name, "search")
+            arguments = self.arguments(values)
+            cli, _ = train(run_command, arguments, loggers, callbacks, test=False)
         except optuna.TrialPruned as reason:
             shared.prune(trial, str(reason))
         except (Exception, CLIError) as error:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from dg_lightning.configs import config_path, resolve_config_paths
 
-# Options that only name local paths.
-_LOCAL_PATHS = re.compile(r"--data\.(init_args\.)?(root|cache_dir)$")
+# Options that do not affect the result: local paths, and what is shown or logged.
+_WITHOUT_EFFECT = re.compile(
+    r"--(data\.(init_args\.)?(root|cache_dir)|trainer\.(logger(\..*)?|enable_progress_bar))$"
+)
 # Placeholder for the trial's seed in an option, as in `data.split_seed={seed}`.
 _SEED = "{seed}"
 
@@ -110,7 +112,7 @@ def training_inputs(arguments: Sequence[str]) -> list[str]:
         key, _, value = argument.partition("=")
         if key == "--config":
             inputs.append(Path(value).read_text(encoding="utf-8"))
-        elif not _LOCAL_PATHS.match(key):
+        elif not _WITHOUT_EFFECT.match(key):
             inputs.append(argument)
     return inputs
 

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
@@ -29,7 +29,10 @@ from dg_lightning.study.settings import PlannedTrial
 
 # Runs `fit` with arguments and extra callbacks, and returns an object with the trainer, model and
 # datamodule. The command line provides this function.
-RunCommand: TypeAlias = Callable[[Sequence[str], Sequence[pl.Callback]], Any]
+# Arguments, additional callbacks, and a function that chooses the loggers.
+RunCommand: TypeAlias = Callable[
+    [Sequence[str], Sequence[pl.Callback], Callable[[Mapping[str, Any]], list[Any]] | None], Any
+]
 
 _HEARTBEAT = 10  # seconds between heartbeats
 _GRACE = 60  # seconds without a heartbeat after which a trial counts as lost

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb_file
 
 from dg_lightning.cli import main
 from dg_lightning.cli.program import run_command
@@ -115,6 +116,29 @@ def test_ctrl_c_stops_a_study_and_loses_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "results.csv").exists()  # no trial has ended, none has failed
     assert run_study(study(tmp_path, seeds=1), run_command)
     assert [row["status"] for row in results(tmp_path)] == ["complete", "complete"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["config=logger/wandb", "trainer.logger=WandbLogger"])
+def test_each_trial_is_a_wandb_run_named_by_study_variant_and_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    variants = {"dynamicgate": Variant(), "wrong": Variant("digits/dynamicgate", ["model.no=1"])}
+    assert not run_study(study(tmp_path, variants=variants, set=[option]), run_command)
+    runs = [
+        (next(r.run for r in wandb_file.records(file) if r.HasField("run")), file)
+        for file in wandb_file.run_files(tmp_path / "wandb")
+    ]
+    assert {(run.run_group, run.display_name, run.job_type) for run, _ in runs} == {
+        ("digits/dynamicgate", f"dynamicgate/seed_{seed}", "study") for seed in (0, 1)
+    }
+    for run, file in runs:
+        assert {"study", "dynamicgate"} <= set(run.tags)
+        logged = {key for row in wandb_file.history(file) for key in row}
+        assert {"val/accuracy", "test/accuracy", "gates/open_rate", "compute/macs_share"} <= logged
+    assert (tmp_path / "runs" / "dynamicgate" / "seed_1" / "metrics.csv").is_file()
 
 
 def test_one_failure_is_told_and_stops_nothing(
