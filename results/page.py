@@ -53,11 +53,12 @@ def recipes(study: Study) -> str:
         rule = [100 * (1 - share) for share in study.values(v, "relmac_table_rule")]
         relmac = [100 * share for share in study.values(v, "relmac_paper")]
         figures += [study.paper_saved(v), spread(rule), study.saved(v), spread(relmac)]
+        figures += [study.open_rates(v)]
         figures += [study.percent(v, key) for key in ("macro_f1", "best_val_accuracy")]
         lines.append([f"`{v}`", *figures, f"{study.values(v, 'params')[0]:,.0f}"])
     columns = ["variant", "accuracy, %: paper", "recipe", "budget, same MACs"]
     columns += ["saved, %: paper", "recipe, counted as in the paper", "recipe, all MACs"]
-    columns += ["RelMAC, %", "macro-F1, %", "best validation, %", "parameters"]
+    columns += ["RelMAC, %", "open by gate, %", "macro-F1, %", "best validation, %", "parameters"]
     return markdown_table(columns, lines)
 
 

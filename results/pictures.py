@@ -2,6 +2,7 @@
 
 python results/pictures.py                 # accuracy against MACs, from results/*.csv
 python results/pictures.py markers RUN     # marker genes, from a run of pbmc3k/dynamicgate
+python results/pictures.py dashboard DIR   # what W&B shows of a study, from the keys that it logged
 """
 
 import statistics
@@ -48,6 +49,14 @@ VARIANTS_OF_TEXT = {
     "experts": "switch_moe",
 }
 MARKERS = 3  # genes per cell type
+DASHBOARD = {  # title -> logged key, or its beginning
+    "Validation accuracy": "val/accuracy",
+    "MACs relative to dense": "compute/macs_share",
+    "Open, hidden layer 1": "gates/open_rate/net.hidden.0.gate",
+    "Open, hidden layer 2": "gates/open_rate/net.hidden.1.gate",
+    "Density of connections": "rewiring/density/net.hidden.0.linear",
+    "Positions explored": "rewiring/explored/net.hidden.0.linear",
+}
 
 
 def accuracy_against_macs() -> None:
@@ -108,8 +117,36 @@ def marker_genes(run: Path) -> None:
     plot.savefig(DOCS / "markers.png", dpi=110, bbox_inches="tight")
 
 
+def dashboard(study: Path) -> None:
+    """Draw logged values against steps: for each variant, the mean and spread over seeds."""
+    import pandas as pd
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    panels = figure.subplots(2, 3).flat
+    for color, variant in enumerate(sorted(path.name for path in (study / "runs").iterdir())):
+        files = sorted((study / "runs" / variant).glob("seed_*/metrics.csv"))
+        rows = pd.concat([pd.read_csv(file) for file in files])
+        for axes, (title, key) in zip(panels, DASHBOARD.items(), strict=True):
+            axes.set_title(title, fontsize=10)
+            axes.grid(alpha=0.3)
+            if key not in rows:
+                continue
+            by_step = rows.dropna(subset=key).groupby("step")[key]
+            mean, spread = by_step.mean(), by_step.std()
+            axes.plot(mean.index, mean, color=f"C{color}", label=variant)
+            axes.fill_between(
+                mean.index, mean - spread, mean + spread, color=f"C{color}", alpha=0.2
+            )
+            axes.set_xlabel("optimizer step", fontsize=8)
+        panels = figure.axes
+    figure.axes[0].legend(fontsize=8)
+    figure.savefig(DOCS / "dashboard.png", dpi=110)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["markers"]:
         marker_genes(Path(sys.argv[2]))
+    elif sys.argv[1:2] == ["dashboard"]:
+        dashboard(Path(sys.argv[2]))
     else:
         accuracy_against_macs()

@@ -41,9 +41,13 @@ class Study:
         self.variants = list(dict.fromkeys(row["variant"] for row in self.rows))
         self.paper = published(self.config.get("paper", self.config["dataset"]))
 
+    def rows_of(self, variant: str) -> list[dict[str, Any]]:
+        """Return the rows of a variant."""
+        return [row for row in self.rows if row["variant"] == variant]
+
     def values(self, variant: str, key: str) -> list[float]:
         """Return a column of a variant, one value per seed."""
-        return [row[key] for row in self.rows if row["variant"] == variant]
+        return [row[key] for row in self.rows_of(variant)]
 
     def mean(self, variant: str, key: str) -> str:
         """Return the mean over seeds."""
@@ -73,6 +77,15 @@ class Study:
         """Return the saved share reported by the paper, if any, in percent."""
         share = self.paper["rows"].get(variant, {}).get("macs_reduction")
         return "" if share is None else f"{100 * share:.2f}"
+
+    def open_rates(self, variant: str) -> str:
+        """Return the open rates by gate in percent; empty if there are no gates or no records."""
+        runs = [row.get("open_rates", "").split(" / ") for row in self.rows_of(variant)]
+        if not all(run[0] for run in runs):
+            return ""
+        return " / ".join(
+            f"{100 * statistics.fmean(map(float, gate)):.1f}" for gate in zip(*runs, strict=True)
+        )
 
     def used(self, variant: str) -> list[float]:
         """Return executed MACs as a share of the variant's own dense net, by seed."""

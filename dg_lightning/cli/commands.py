@@ -44,9 +44,12 @@ def report_command(args: list[str]) -> None:
         "--output", type=str, help="Output file; by default report.html in the run folder."
     )
     parser.add_argument("--wandb", type=str, help="entity/project in W&B, instead of a run.")
+    parser.add_argument(
+        "--by_variant", action="store_true", help="With --wandb: average the seeds of a study."
+    )
     given = parser.parse_args(args)
     if given.wandb is not None:
-        _save_workspace(given.wandb, given.output)
+        _save_workspace(given.wandb, given.output, given.by_variant)
         return
     is_folder = given.run is not None and Path(given.run).is_dir()  # a run or a study
     if is_folder and given.config is None and given.ckpt_path is None:
@@ -57,7 +60,7 @@ def report_command(args: list[str]) -> None:
     print(f"The report is {path}.")
 
 
-def _save_workspace(name: str, output: str | None) -> None:
+def _save_workspace(name: str, output: str | None, by_variant: bool) -> None:
     entity, _, project = name.partition("/")
     if not entity or not project:
         raise cli_error(f"`wandb` must be entity/project, got {name!r}.")
@@ -70,7 +73,7 @@ def _save_workspace(name: str, output: str | None) -> None:
         ) from error
     from dg_lightning.monitoring.workspace import gate_workspace, reachable_server, specification
 
-    workspace = gate_workspace(entity, project)
+    workspace = gate_workspace(entity, project, by_variant)
     address, answers = reachable_server()
     reason = "could not be reached"
     if answers:

@@ -1,23 +1,31 @@
-"""W&B workspace with open rates, heat maps, accuracy against MACs, and collapse."""
+"""W&B workspace with accuracy against MACs, open rates, heat maps, schedules and collapse."""
 
 import json
 import urllib.error
 import urllib.request
 from typing import Any
 
-_NAME = "Gates"
+_OVER_SEEDS: dict[str, Any] = {"groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
 
 
-def gate_workspace(entity: str, project: str) -> Any:
-    """Return a project's workspace as a `wandb_workspaces` object."""
+def gate_workspace(entity: str, project: str, by_variant: bool = False) -> Any:
+    """Return a project's workspace as a `wandb_workspaces` object.
+
+    Args:
+        entity: User or team.
+        project: Name of the project.
+        by_variant: Whether to draw the mean and standard deviation of the runs of each group, which
+            are the seeds of a study's variant, instead of each run.
+    """
+    import wandb_workspaces.expr as expr
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
     def line(title: str, *keys: str, **options: Any) -> Any:
-        return wr.LinePlot(title=title, y=list(keys), **options)
+        return wr.LinePlot(title=title, y=list(keys), **_OVER_SEEDS, **options)
 
     def matching(title: str, pattern: str, **options: Any) -> Any:
-        return wr.LinePlot(title=title, metric_regex=pattern, **options)
+        return wr.LinePlot(title=title, metric_regex=pattern, **_OVER_SEEDS, **options)
 
     share: Any = (0.0, 1.0)
     sections = {
@@ -51,6 +59,23 @@ def gate_workspace(entity: str, project: str) -> Any:
             matching("Penalty weight", "gates/penalty_weight.*"),
             line("Budget", "gates/budget_used", "gates/budget_allowed"),
         ],
+        "Connections": [
+            matching("Density", "rewiring/density/.*", range_y=share),
+            matching("Share added by the last update", "rewiring/churn/.*"),
+            matching("Positions that have ever had a connection", "rewiring/explored/.*"),
+            matching("Inputs and outputs without a connection", "rewiring/dead_.*"),
+        ],
+        "Experts": [
+            matching("Entropy of expert usage", "routing/entropy/.*"),
+            matching("Mutual information of expert and class", "routing/mutual_information/.*"),
+            matching("Dropped choices", "routing/dropped/.*"),
+        ],
+        "Tasks": [
+            matching("Accuracy on each task", "tasks/accuracy/.*", range_y=share),
+            line("Average accuracy", "tasks/average_accuracy", range_y=share),
+            line("Forgetting", "tasks/forgetting"),
+            line("Units and weights in use", "tasks/units_used", "tasks/weights_protected"),
+        ],
         "Collapse": [
             matching("Failing gates by mode", "collapse/.*"),
             wr.WeavePanelSummaryTable(table_name="collapse/verdicts"),
@@ -58,11 +83,12 @@ def gate_workspace(entity: str, project: str) -> Any:
         ],
     }
     return ws.Workspace(
-        name=_NAME,
+        name="Gates by variant" if by_variant else "Gates",
         entity=entity,
         project=project,
         sections=[ws.Section(name=n, panels=p, is_open=True) for n, p in sections.items()],
         settings=ws.WorkspaceSettings(x_axis="trainer/global_step"),
+        runset_settings=ws.RunsetSettings(groupby=[expr.Metric("Group")] if by_variant else []),
     )
 
 

@@ -250,6 +250,10 @@ def _row(
         "macs_dense": report.macs_dense,
         "macs_reduction": 1 - report.macs / report.macs_dense,
         "gate_macs": report.gate_macs,
+        "open_rates": " / ".join(
+            f"{layer.open_rate_g:.4f}" for layer in report.layers if layer.open_rate_g is not None
+        ),
+        "compute_proxy": report.compute_proxy("g"),
         "relmac_paper": report.relative_macs("g", fused=True),
         "relmac_table_rule": None if rule is None else relative_macs_by_rule(report, rule),
         "flops": 2 * report.macs,

@@ -64,6 +64,8 @@ COLUMNS = (
     "gate_macs",
     "relmac_paper",
     "relmac_table_rule",
+    "open_rates",
+    "compute_proxy",
     "flops",
     "params",
     "params_needed",
@@ -93,7 +95,7 @@ TASK_KEYS = (  # logged by callbacks for continual learning
     "adapt/gate_flips",
     "adapt/weights_free",
 )
-TEXTS = ("dataset", "variant", "training", "device", "status", "reason")
+TEXTS = ("dataset", "variant", "open_rates", "training", "device", "status", "reason")
 _NAMES = (*TEXTS, "seed")
 
 Row = Mapping[str, Any]

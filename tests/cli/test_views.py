@@ -103,16 +103,16 @@ def test_mistakes_are_answered_by_one_line(
 def test_without_a_server_the_workspace_is_a_file_and_a_way_to_apply_it(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces", reason="needs the extra wandb")
     done = program(
-        tmp_path, "report", "--wandb=me/p",
+        tmp_path, "report", "--wandb=me/p", "--by_variant",
         WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="0" * 40,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "wandb_workspace.json. To save it in W&B, run `wandb login`" in done.stderr
     written = json.loads((tmp_path / "wandb_workspace.json").read_text())
-    check_workspace(written["entity"], written["project"], written["spec"])
+    check_workspace(written["entity"], written["project"], written["spec"], True)
 
 
-def check_workspace(entity: str, project: str, spec: Any) -> None:
+def check_workspace(entity: str, project: str, spec: Any, by_variant: bool) -> None:
     assert (entity, project) == ("me", "p")
     sections = spec["section"]["panelBankConfig"]["sections"]
     panels = {part["name"]: json.dumps(part["panels"]) for part in sections}
@@ -121,6 +121,15 @@ def check_workspace(entity: str, project: str, spec: Any) -> None:
     assert "compute/macs_share" in panels["Accuracy against compute"]
     assert "val/accuracy" in panels["Accuracy against compute"]
     assert "collapse/.*" in panels["Collapse"]
+    assert "rewiring/density/.*" in panels["Connections"]
+    assert "routing/entropy/.*" in panels["Experts"]
+    assert "tasks/accuracy/.*" in panels["Tasks"]
+    grouped = [key["name"] for run_set in spec["section"]["runSets"] for key in run_set["grouping"]]
+    assert grouped == (["group"] if by_variant else [])
+    drawn = [panel["config"] for part in sections for panel in part["panels"]]
+    means = [config for config in drawn if config.get("groupAgg") == "mean"]
+    assert len(means) > 15
+    assert all(config["groupArea"] == "stddev" for config in means)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -173,7 +182,7 @@ def test_with_a_server_the_workspace_is_saved_there(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "The workspace is http" in done.stdout
     saved = next(a["variables"] for a in Server.asked if "upsertView" in a["query"])
-    check_workspace(saved["entityName"], saved["projectName"], json.loads(saved["spec"]))
+    check_workspace(saved["entityName"], saved["projectName"], json.loads(saved["spec"]), False)
     assert not (tmp_path / "wandb_workspace.json").exists()
 
 
