@@ -4,6 +4,7 @@ from .adapt import Adapt
 from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
+from .consolidation import EWC, SynapticIntelligence
 from .exact_resume import ExactResume
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
@@ -15,7 +16,7 @@ from .routing_monitor import RoutingMonitor
 from .schedules import TemperatureAnnealing, ThresholdPhases, ThresholdRamp
 from .sparse import SET, StaticSparse
 from .task_gates import TaskGates
-from .tasks import EWC, TaskHeads, TaskMonitor
+from .tasks import TaskHeads, TaskMonitor
 
 __all__ = [
     "EWC",
@@ -34,6 +35,7 @@ __all__ = [
     "RigL",
     "RoutingMonitor",
     "StaticSparse",
+    "SynapticIntelligence",
     "TaskGates",
     "TaskHeads",
     "TaskMonitor",

@@ -171,10 +171,12 @@ class TaskSequence(BaseDataModule):
             task has different classes. `class` needs the kind `split`.
         evaluate: Tasks to validate on: `all` tasks, the tasks `seen` so far, or the `current` task.
         joint: Whether every task trains on the samples of all tasks, as an upper bound.
-        task_seed: Seed for the permutations and drifts.
+        task_seed: Seed for the permutations and drifts, and for the samples to replay.
         drift: How images are degraded: `noise`, `blur`, `contrast` or `occlusion`.
         course: `abrupt`: all tasks but the first are degraded. `gradual`: each task is degraded
             more than the one before. `recurring`: every second task is degraded.
+        replay: Number of stored training samples, divided evenly among the earlier tasks. They are
+            repeated until each task has as many samples from earlier tasks as of its own.
 
     >>> from dg_lightning.datamodules import DigitsDataModule
     >>> data = TaskSequence(DigitsDataModule(), tasks=5)
@@ -195,6 +197,7 @@ class TaskSequence(BaseDataModule):
         task_seed: int = 0,
         drift: Drift = "noise",
         course: Course = "abrupt",
+        replay: int = 0,
     ) -> None:
         if not isinstance(data, BaseDataModule):
             raise TypeError(f"`data` must be a DataModule of this package, got {data!r}.")
@@ -215,6 +218,14 @@ class TaskSequence(BaseDataModule):
                 f"`labels: class` needs `kind: split`, got {kind!r}, where all tasks have the same "
                 "classes: use `labels: task` or `labels: domain`."
             )
+        if not isinstance(replay, int) or replay < 0:
+            raise ValueError(f"`replay` must be a number of samples, got {replay!r}.")
+        if replay and kind == "split" and labels == "task":
+            raise ValueError(
+                "`replay` needs `labels: class` or `labels: domain`: with `labels: task`, training "
+                "is restricted to the classes of the current task."
+            )
+        self.replay = replay
         self._by_task: list[dict[str, Split]] = []
         self._seed: int | None = None  # determines the sample order; a resumed run keeps it
         self._loaders: dict[str, TaskLoader] = {}
@@ -382,8 +393,28 @@ class TaskSequence(BaseDataModule):
 
     @override
     def part_to_load(self, name: str) -> Any:
-        train = name == "train" and not self.joint
-        return self._by_task[self.current_task][name] if train else self.part(name)
+        if name != "train" or self.joint:
+            return self.part(name)
+        own = self._by_task[self.current_task][name]
+        stored = self._stored(len(own)) if self.replay and self.current_task else []
+        return TaskParts([*stored, own]) if stored else own
+
+    def _stored(self, samples: int) -> list[Split]:
+        """Return the stored samples of each earlier task, repeated to this many in total."""
+        earlier, parts = self.current_task, []
+        for task in range(earlier):
+            part = self._by_task[task]["train"]
+            order = np.random.default_rng([self.task_seed, task]).permutation(len(part))
+            kept = order[: self.replay // earlier]
+            if not len(kept):
+                raise ValueError(
+                    f"`replay` must store at least one sample for each of {earlier} earlier tasks, "
+                    f"got {self.replay}."
+                )
+            repeated = np.resize(kept, max(len(kept), samples // earlier))
+            labels = part.labels[torch.from_numpy(repeated)]
+            parts.append(replace(part, rows=part.rows[repeated], labels=labels))
+        return parts
 
     @override
     def part_to_predict(self) -> Split:

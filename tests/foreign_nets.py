@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 OF_TASKS: dict[str, dict[str, Any]] = {  # which need a DataModule of tasks
     "Adapt": {"batches": 20},
     "EWC": {"weight": 10.0},
+    "SynapticIntelligence": {"weight": 0.1},
     "TaskGates": {},
     "TaskHeads": {},
     "TaskMonitor": {},

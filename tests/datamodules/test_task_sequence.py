@@ -195,3 +195,47 @@ def test_class_weights_are_those_of_all_tasks() -> None:
 def test_something_else_than_a_datamodule_is_refused() -> None:
     with pytest.raises(TypeError, match="`data` must be a DataModule of this package, got 5"):
         TaskSequence(5)  # type: ignore[arg-type]
+
+
+def trained_at(data: TaskSequence, task: int, patch: pytest.MonkeyPatch) -> Tensor:
+    """Return the labels of a training epoch of a task."""
+    patch.setattr(TaskSequence, "current_task", task)
+    return torch.cat([labels for _, labels in data.train_dataloader()])
+
+
+def test_replayed_samples_are_as_many_as_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sequence(tasks=5, labels="class", replay=30)
+    plain = sequence(tasks=5, labels="class")
+    for task in range(5):
+        new = trained_at(plain, task, monkeypatch)
+        counts = trained_at(data, task, monkeypatch).bincount(minlength=10)
+        assert torch.equal(counts[2 * task : 2 * task + 2], new.bincount()[2 * task :])
+        earlier = counts[: 2 * task].view(-1, 2).sum(1)
+        assert not counts[2 * task + 2 :].any()
+        if task:
+            assert (earlier == len(new) // task).all()
+
+
+def test_no_more_samples_are_replayed_than_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sequence(tasks=5, labels="class", replay=30)
+    trained_at(data, 3, monkeypatch)
+    *stored, own = data.part_to_load("train").parts
+    assert [len(np.unique(part.rows)) for part in stored] == [10, 10, 10]
+    assert len(np.unique(own.rows)) == len(own)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay": 20}, "`replay` needs `labels: class`"),
+        ({"replay": -1, "labels": "class"}, "`replay` must be a number of samples, got -1"),
+    ],
+)
+def test_replay_that_cannot_be_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sequence(**options)
+
+
+def test_too_few_samples_to_replay_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="at least one sample for each of 3 earlier tasks, got 2"):
+        trained_at(sequence(labels="class", replay=2), 3, monkeypatch)

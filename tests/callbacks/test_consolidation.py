@@ -7,7 +7,7 @@ import torch
 from task_runs import classifier, tasks, trainer_for
 from torch import Tensor
 
-from dg_lightning.callbacks import EWC, TaskHeads, TaskMonitor
+from dg_lightning.callbacks import EWC, SynapticIntelligence, TaskHeads, TaskMonitor
 
 
 class Line(pl.LightningModule):
@@ -49,11 +49,38 @@ def test_weights_are_pulled_back_by_the_squares_of_gradients(tmp_path: Path) -> 
         torch.testing.assert_close(model.gradients[step], expected)
 
 
-def test_a_net_forgets_less_with_it(tmp_path: Path) -> None:
+def test_weights_are_pulled_back_by_what_their_steps_have_gained(tmp_path: Path) -> None:
+    """The importance of the paper, section 3, from the values that the module has seen."""
+    model, c, damping = Line(), 0.02, 1e-3
+    intelligence = SynapticIntelligence(weight=c, damping=damping)
+    trainer_for([intelligence], tmp_path, limit_val_batches=0).fit(model, datamodule=tasks())
+    data = tasks()
+    data.setup("fit")
+    sizes = [2 * -(-len(of_task["train"]) // 32) for of_task in data._by_task]
+    ends = [0, sizes[0], sizes[0] + sizes[1]]
+    importance, anchor = torch.zeros(2), torch.zeros(2)
+    for step, (value, gradient) in enumerate(zip(model.values, model.gradients, strict=True)):
+        if step in ends[1:]:
+            start = ends[ends.index(step) - 1]
+            change = value - model.values[start]
+            gained = -torch.tensor([3.0, 0.0]) * change  # the gradient of the task never changes
+            importance = importance + gained / (change**2 + damping)
+            anchor = value
+        pull = 2 * c * importance * (value - anchor)
+        torch.testing.assert_close(gradient, torch.tensor([3.0, 0.0]) + pull)
+    assert importance[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"), [(EWC, (0.0, 1000.0)), (SynapticIntelligence, (0.0, 1.0))]
+)
+def test_a_net_forgets_less_with_it(
+    tmp_path: Path, kind: type[EWC | SynapticIntelligence], weights: tuple[float, float]
+) -> None:
     forgotten = []
-    for weight in (0.0, 1000.0):
+    for weight in weights:
         pl.seed_everything(0, verbose=False)
-        trainer = trainer_for([TaskMonitor(), EWC(weight)], tmp_path, max_epochs=12)
+        trainer = trainer_for([TaskMonitor(), kind(weight)], tmp_path, max_epochs=12)
         trainer.fit(classifier(gated=False), datamodule=tasks(kind="permuted"))
         forgotten.append(float(trainer.callback_metrics["tasks/forgetting"]))
     assert forgotten[1] < 0.5 * forgotten[0]
@@ -62,6 +89,8 @@ def test_a_net_forgets_less_with_it(tmp_path: Path) -> None:
 def test_wrong_values_are_refused() -> None:
     with pytest.raises(ValueError, match="`weight` must be at least 0, got -1"):
         EWC(weight=-1.0)
+    with pytest.raises(ValueError, match="`damping` must be above 0, got 0"):
+        SynapticIntelligence(damping=0.0)
 
 
 def test_heads_keep_outputs_of_other_tasks_out_of_it(tmp_path: Path) -> None:
