@@ -54,7 +54,7 @@ DASHBOARD = {  # title -> logged key, or its beginning
     "MACs relative to dense": "compute/macs_share",
     "Open, hidden layer 1": "gates/open_rate/net.hidden.0.gate",
     "Open, hidden layer 2": "gates/open_rate/net.hidden.1.gate",
-    "Density of connections": "rewiring/density/net.hidden.0.linear",
+    "Weight of the penalty": "gates/penalty_weight",
     "Positions explored": "rewiring/explored/net.hidden.0.linear",
 }
 

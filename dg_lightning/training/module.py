@@ -53,7 +53,9 @@ def known_num_classes(num_classes: int | None, net: Any) -> int:
     if num_classes is None and isinstance(net, Mapping):
         num_classes = (net.get("init_args") or {}).get("num_classes")
     if num_classes is None:
-        raise ValueError("`num_classes` is unknown: set it, or use a DataModule that defines it.")
+        raise ValueError(
+            "`num_classes` is not set: pass it. On the command line, the DataModule can define it."
+        )
     if num_classes < 2:
         raise ValueError(
             f"`num_classes` must be at least 2, got {num_classes}: use GatedRegressor for "

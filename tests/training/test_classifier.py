@@ -167,7 +167,7 @@ def test_a_data_module_with_another_number_of_classes_is_named(tmp_path: Path) -
         trainer_of(tmp_path, fast_dev_run=True).fit(model_of(num_classes=4), datamodule=Blobs())
     with pytest.raises(ValueError, match=r"Blobs has \[2, 3\]: set model.input_shape=\[2, 3\]"):
         trainer_of(tmp_path, fast_dev_run=True).fit(model_of(input_shape=[6]), datamodule=Blobs())
-    with pytest.raises(ValueError, match="`num_classes` is unknown"):
+    with pytest.raises(ValueError, match="`num_classes` is not set"):
         model_of(num_classes=None)
     with pytest.raises(ValueError, match=r"`label_smoothing` must be in \[0, 1\], got 2"):
         model_of(label_smoothing=2)

@@ -80,5 +80,5 @@ def test_a_net_may_be_a_module_which_a_checkpoint_does_not_hold(kind: Any, tmp_p
 
 
 def test_a_module_needs_its_number_of_classes() -> None:
-    with pytest.raises(ValueError, match="`num_classes` is unknown"):
+    with pytest.raises(ValueError, match="`num_classes` is not set"):
         GatedClassifier(nn.Linear(4, 2))
