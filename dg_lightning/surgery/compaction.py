@@ -7,6 +7,7 @@ the model's outputs stay the same.
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +27,7 @@ from dg_lightning.gates import Gate, gate_layers, set_connections
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
+from dg_lightning.surgery.rebuilding import ConfigRebuilder, Rebuilder, find_rebuilder
 from dg_lightning.surgery.watching import OutputComparison
 
 # Attributes in which linear layers store the number of outputs or inputs.
@@ -191,6 +194,8 @@ class CompactModel:
         attributes: New values of all changed attributes, such as `"blocks.0.attn.num_heads": 2`.
         kept: For each changed parameter and buffer, the axis and the kept indices of every cut, in
             order.
+        settings: With `uniform`, the settings with which the model's class builds it, such as
+            `intermediate_size`.
         unused: Parameters that no example used. Branches that use them were not checked and may
             fail.
         hook: Handle of a hook that explains shape errors. Call its `remove()` before
@@ -202,8 +207,29 @@ class CompactModel:
     notes: list[str] = field(default_factory=list)
     attributes: dict[str, int] = field(default_factory=dict, repr=False)
     kept: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict, repr=False)
+    settings: dict[str, Any] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     hook: RemovableHandle | None = field(default=None, repr=False, compare=False)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save a Hugging Face model to a folder.
+
+        After `compact(uniform=True)`, `from_pretrained` loads it, also without this package.
+        Otherwise, layers have different widths, which only `load_compact` can load.
+        """
+        model: Any = self.model
+        if not hasattr(model, "save_pretrained"):
+            raise ValueError(
+                f"{type(model).__name__} is not a Hugging Face model: use `save_compact`."
+            )
+        if self.units and not self.settings:
+            save_compact(self, Path(folder) / "compact.safetensors")
+            rank_zero_warn(
+                "`from_pretrained` needs layers of equal width: compact with `uniform=True`. Saved "
+                f"{folder}/compact.safetensors for `load_compact` instead."
+            )
+        else:
+            model.save_pretrained(folder)
 
     def carry_state(self, model: nn.Module, before: Optimizer, after: Optimizer) -> None:
         """Copy optimizer state from the gated to the compact model.
@@ -243,6 +269,8 @@ def compact(
     *,
     more_examples: Sequence[Any] = (),
     multiple: int = 1,
+    uniform: bool = False,
+    build: Callable[..., nn.Module] | None = None,
 ) -> CompactModel:
     """Return a copy of a model without its static gates and the units that they close.
 
@@ -259,6 +287,12 @@ def compact(
         multiple: The number of feed-forward units and channels is rounded up to a multiple of this
             number by keeping closed ones, with weights of 0. GPUs are slow at multiplying matrices
             of odd sizes.
+        uniform: Whether layers that are alike keep as many units as the one that needs most, so
+            that the class itself builds the compact model from other settings. A Hugging Face model
+            gets them in its config: `save_pretrained` it, and `from_pretrained` loads it anywhere.
+        build: With `uniform`, a function that returns the original model and takes settings of its
+            class as keyword arguments, such as `partial(create_model, "vit_base_patch16_224")` of
+            timm. The result's `settings` are those that were found.
 
     Returns:
         The compact model, with a record of what was removed and what was not.
@@ -279,6 +313,8 @@ def compact(
     """
     if multiple < 1:
         raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
+    if build is not None and not uniform:
+        raise ValueError("`build` needs `uniform=True`: other models have widths of their own.")
     small = copy.deepcopy(model)
     if example is None and isinstance(model, GatedMLP):
         generator = torch.Generator("cpu").manual_seed(0)
@@ -306,19 +342,46 @@ def compact(
             layer.gate = None
     _fold_input_gates(small)
     gated |= added
-    is_open = {name: _fold_gate(small, *gated[name], multiple) for name in gated}
+    is_open = {name: _fold_gate(small, *gated[name]) for name in gated}
     if not watch.is_same(expected, *names):
         raise ValueError(
             f"Folding gates into weights changes the outputs of {type(model).__name__}: check for "
             "shared or parametrized weights."
         )
     result = CompactModel(small, notes=notes, unused=watch.unused_parameters())
+    groups = _alike(gated) if uniform else [[name] for name in gated]
+    rebuilder = find_rebuilder(small, build) if uniform else None
+    stuck = [
+        names
+        for names in groups
+        if not _remove(result, names, gated, is_open, multiple, watch, rebuilder)
+    ]
+    if uniform:  # one setting may serve layers with other names, such as encoder and decoder
+        merged = _same_sizes(stuck, gated)
+        stuck = [
+            names
+            for names in merged
+            if not _remove(result, names, gated, is_open, multiple, watch, rebuilder)
+        ]
+    for name in chain.from_iterable(stuck):
+        units = gated[name][0]
+        reason = (
+            f"removing them changes the outputs of {type(small).__name__}"
+            if rebuilder is None
+            else f"no setting of {type(small).__name__} gives these layers another number of them"
+        )
+        result.notes.append(
+            f"{name}: {int((~is_open[name]).sum())} closed {units.noun} stay, with weights of 0, "
+            f"because {reason}."
+        )
+    if rebuilder is not None:
+        result.settings = rebuilder.changes
+        if isinstance(rebuilder, ConfigRebuilder):
+            rebuilder.apply()
     for name, (units, gate) in gated.items():
-        if not is_open[name].all():
-            _remove_units(result, units, is_open[name], watch)
         if not bool((gate(torch.zeros(1, device=gate.threshold.device)) != 0).any()):
             result.notes.append(
-                f"{name}: all {units.kind} are closed, but one is kept because a layer needs one."
+                f"{name}: all {units.noun} are closed, but one is kept because a layer needs one."
             )
     for name, left in gate_layers(small, required=False).items():
         if not left.input_dependent and not any(note.startswith(f"{name}:") for note in notes):
@@ -398,24 +461,80 @@ def _add_note(model: nn.Module, args: Any, output: Any) -> None:
             error.add_note(note)
 
 
-def _fold_gate(model: nn.Module, units: Units, gate: Gate, multiple: int) -> Tensor:
-    """Multiply the consumer's weights by a static gate, and return which blocks are kept."""
+def _alike(gated: dict[str, tuple[Units, Gate]]) -> list[list[str]]:
+    """Group consumers whose names differ only in numbers, and whose units have the same sizes."""
+    groups: dict[Any, list[str]] = {}
+    for name, (units, _) in gated.items():
+        pattern = re.sub(r"\d+", "*", name)
+        groups.setdefault((pattern, *_sizes(units)), []).append(name)
+    return list(groups.values())
+
+
+def _same_sizes(groups: list[list[str]], gated: dict[str, tuple[Units, Gate]]) -> list[list[str]]:
+    """Join groups whose units have the same sizes."""
+    joined: dict[Any, list[str]] = {}
+    for names in groups:
+        joined.setdefault(_sizes(gated[names[0]][0]), []).extend(names)
+    return list(joined.values())
+
+
+def _sizes(units: Units) -> tuple[str, int, int]:
+    return units.kind, units.size, units.block_size
+
+
+def _fold_gate(model: nn.Module, units: Units, gate: Gate) -> Tensor:
+    """Multiply the consumer's weights by a static gate, and return which blocks are open."""
     consumer: Any = model.get_submodule(units.consumer)
     value: Tensor = gate.eval()(torch.zeros(1, device=gate.threshold.device))
     as_matrix(consumer, consumer.weight).mul_(value.to(consumer.weight)[:, None])
-    is_open = (value.reshape(units.blocks, -1) != 0).any(1).cpu()
+    return (value.reshape(units.blocks, -1) != 0).any(1).cpu()
+
+
+def _remove(
+    result: CompactModel,
+    names: Sequence[str],
+    gated: dict[str, tuple[Units, Gate]],
+    is_open: dict[str, Tensor],
+    multiple: int,
+    watch: OutputComparison,
+    rebuilder: Rebuilder | None,
+) -> bool:
+    """Remove closed units, as many from each of these consumers, from all or from none.
+
+    Returns:
+        Whether it worked.
+    """
+    units = gated[names[0]][0]
     multiple = multiple if units.block_size == 1 else 1
-    wanted = max(int(is_open.sum()), 1)  # a layer needs at least one unit
-    count = min(-(-wanted // multiple) * multiple, len(is_open))
-    kept = (~is_open).int().argsort(stable=True)[:count]
-    return torch.zeros_like(is_open).index_fill(0, kept, True)
+    # A layer needs at least one unit.
+    wanted = max(1, *(int(is_open[name].sum()) for name in names))
+    count = min(-(-wanted // multiple) * multiple, units.blocks)
+    if count == units.blocks:
+        return True
+    edits: dict[str, Edit] = {}
+    for name in names:
+        order = (~is_open[name]).int().argsort(stable=True)  # open ones first
+        kept = torch.zeros_like(is_open[name]).index_fill(0, order[:count], True)
+        edit = _remove_units(result.model, gated[name][0], kept, watch)
+        if edit is None:
+            break
+        edits[name] = edit
+    if len(edits) == len(names) and (rebuilder is None or rebuilder.follow(watch, units, count)):
+        for name, edit in edits.items():
+            result.units[name] = (units.blocks, count)
+            edit.report(result.kept, result.attributes)
+        return True
+    for edit in reversed(edits.values()):
+        edit.undo(0)
+    return False
 
 
 def _remove_units(
-    result: CompactModel, units: Units, is_open: Tensor, watch: OutputComparison
-) -> None:
+    model: nn.Module, units: Units, is_open: Tensor, watch: OutputComparison
+) -> Edit | None:
+    """Remove closed blocks if the outputs then stay the same."""
     expected = watch.look(units.consumer)
-    edit = Edit(result.model)
+    edit = Edit(model)
     edit.shrink(units, is_open)
     numbers = edit.size_attributes(units, is_open)
     shrunk = len(edit.changes)
@@ -429,15 +548,10 @@ def _remove_units(
                 edit.set_number(name, key, numbers[name, key])
                 if not watch.is_same(expected, units.consumer):
                     edit.undo(fits)
-            result.units[units.consumer] = (units.blocks, int(is_open.sum()))
-            edit.report(result.kept, result.attributes)
-            return
+            return edit
         edit.undo(shrunk)
     edit.undo(0)
-    result.notes.append(
-        f"{units.consumer}: {int((~is_open).sum())} closed {units.kind} stay, with weights of 0, "
-        f"because removing them changes the outputs of {type(result.model).__name__}."
-    )
+    return None
 
 
 def _subsets(items: list[Any]) -> Iterator[tuple[Any, ...]]:

@@ -49,10 +49,14 @@ class Units:
         """The number of blocks, each of which needs a gate."""
         return self.size // self.block_size
 
+    @property
+    def noun(self) -> str:
+        """What the units are called."""
+        return "units" if self.kind == "feed_forward" else self.kind
+
     def __str__(self) -> str:
-        what = {"feed_forward": "units", "heads": "heads", "channels": "channels"}[self.kind]
         inputs = "" if self.block_size == 1 else f" of {self.block_size}"
-        return f"{self.blocks} {what}{inputs}, produced by {', '.join(self.producers)}"
+        return f"{self.blocks} {self.noun}{inputs}, produced by {', '.join(self.producers)}"
 
 
 class Probe:

@@ -1,5 +1,6 @@
 """Compare the outputs of a model before and after a change."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,13 @@ class OutputComparison:
         if varied:
             self.arguments = apply_to_collection(self.arguments, Tensor, _varied)
         self._mode = _TrialMode()
+
+    def of(self, model: nn.Module) -> "OutputComparison":
+        """Return a comparison for another model with the same inputs."""
+        other = copy.copy(self)
+        other.model, other._mode = model, _TrialMode()
+        other._mode.empty = self._mode.empty
+        return other
 
     def look(self, *names: str, training: bool = False) -> list[Tensor]:
         """Return the outputs of the model and the named modules."""

@@ -289,7 +289,7 @@ def test_a_shape_error_in_a_branch_that_was_not_seen_names_the_cause(tmp_path: P
 def test_more_examples_are_compared_too() -> None:
     net = gated(Chooses().eval())
     result = compact(net, X, more_examples=[(X, True)])
-    assert "3 closed feed_forward stay" in result.notes[0]
+    assert "3 closed units stay" in result.notes[0]
     for other in (False, True):
         torch.testing.assert_close(result.model(X, other), net(X, other))
     assert not compact(gated(mlp()), X, more_examples=[torch.randn(2, 8)]).unused
