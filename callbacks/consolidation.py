@@ -126,7 +126,8 @@ class EWC(_Consolidation):
                 continue
             importance = squares / self._steps[name]
             _add(self._importance, name, importance)
-            _add(self._anchored, name, importance * _wide(weights[name]))
+            weight = _wide(weights[name])
+            _add(self._anchored, name, importance.to(weight.device) * weight)
 
     @override
     def _observe(self, name: str, weight: Tensor, gradient: Tensor) -> None:
@@ -198,7 +199,9 @@ class SynapticIntelligence(_Consolidation):
     ) -> None:
         weights = _learned(pl_module)
         for name in list(self._step):
-            self._credit(name, _wide(weights[name]))
+            if name in weights:
+                self._credit(name, _wide(weights[name]))
+        self._step = {}
 
     @override
     def _end_task(self, weights: dict[str, nn.Parameter]) -> None:

@@ -20,7 +20,6 @@ from dg_lightning.gates import gate_layers, values_by_pattern
 from dg_lightning.schedules import (
     Clock,
     Curve,
-    Quantity,
     Schedule,
     ValueAt,
     as_schedule,
@@ -160,18 +159,27 @@ class GatePenalty(Penalty):
         warn_of_risks(self, trainer, pl_module)
 
     def plan(self, clock: Clock, pl_module: pl.LightningModule) -> list[Curve]:
-        """Return the curve of the weight and, if one is set, of the target."""
-        gates = tuple(gate_layers(pl_module, self.layers))
-        suffix = "" if self.name is None else f" {self.name}"
-        reads: tuple[Quantity, ...] = ("factor",)
-        if self.usage not in ("open_rate", "expected_macs") and not isinstance(
-            self.target, float | int
-        ):
-            reads = ("factor", "keep")
-        curves = [Curve("weight", f"λ{suffix}", self.weight.resolve(clock), gates, reads)]
-        if isinstance(self.target, float | int) and self.rate == "p":
-            constant = as_schedule("target", self.target).resolve(clock)
-            curves.append(Curve("target", f"target{suffix}", constant, gates))
+        """Return the curves of the weight, and of the targets that are set."""
+        gates = gate_layers(pl_module, self.layers)
+        suffix, weight = "" if self.name is None else f" {self.name}", self.weight.resolve(clock)
+        targets: list[float | None] = [None] * len(gates)
+        if isinstance(self.target, dict):
+            targets = values_by_pattern("target", self.target, gates, None)
+        elif self.target is not None:
+            targets = [float(self.target)] * len(gates)
+        of_target: dict[float | None, list[str]] = {}
+        for name, target in zip(gates, targets, strict=True):
+            of_target.setdefault(target, []).append(name)
+        curves = []
+        follows = self.usage not in ("open_rate", "expected_macs")
+        for target, names in of_target.items():
+            reads: tuple[str, ...] = ("factor",)
+            if follows and target is None:
+                reads = ("factor", "keep" if self.rate == "p" else "keep of g")
+            curves.append(Curve("weight", f"λ{suffix}", weight, tuple(names), reads))
+            if target is not None and self.rate == "p":
+                constant = as_schedule("target", target).resolve(clock)
+                curves.append(Curve("target", f"target{suffix}", constant, tuple(names)))
         return curves
 
     @override

@@ -176,7 +176,7 @@ class TaskSequence(BaseDataModule):
         course: `abrupt`: all tasks but the first are degraded. `gradual`: each task is degraded
             more than the one before. `recurring`: every second task is degraded.
         replay: Number of stored training samples, divided evenly among the earlier tasks. They are
-            repeated until each task has as many samples from earlier tasks as of its own.
+            repeated until each task has at least as many samples from earlier tasks as of its own.
 
     >>> from dg_lightning.datamodules import DigitsDataModule
     >>> data = TaskSequence(DigitsDataModule(), tasks=5)
@@ -218,8 +218,13 @@ class TaskSequence(BaseDataModule):
                 f"`labels: class` needs `kind: split`, got {kind!r}, where all tasks have the same "
                 "classes: use `labels: task` or `labels: domain`."
             )
-        if not isinstance(replay, int) or replay < 0:
-            raise ValueError(f"`replay` must be a number of samples, got {replay!r}.")
+        if isinstance(replay, bool) or not isinstance(replay, int) or 0 != replay < tasks - 1:
+            raise ValueError(
+                f"`replay` must be 0, or store at least one sample for each of {tasks - 1} earlier "
+                f"tasks, got {replay!r}."
+            )
+        if replay and joint:
+            raise ValueError("`replay` has no effect with `joint`, which trains on all tasks.")
         if replay and kind == "split" and labels == "task":
             raise ValueError(
                 "`replay` needs `labels: class` or `labels: domain`: with `labels: task`, training "
@@ -242,9 +247,19 @@ class TaskSequence(BaseDataModule):
         """The task of the current epoch, or the first task without a Trainer."""
         if self.trainer is None or not self.trainer.max_epochs:
             return 0
-        return min(
-            self.trainer.current_epoch * self.tasks // self.trainer.max_epochs, self.tasks - 1
-        )
+        return self._task_at(self.trainer.current_epoch, self.trainer.max_epochs)
+
+    def _task_at(self, epoch: int, epochs: int) -> int:
+        return min(epoch * self.tasks // epochs, self.tasks - 1)
+
+    def batches_by_epoch(self, epochs: int) -> list[int]:
+        """Return the number of training batches in each epoch of a run of this length."""
+        loader = super()._loader("train")
+        lengths = []
+        for task in range(self.tasks):
+            loader.part = self._training_part(task)
+            lengths.append(len(loader))
+        return [lengths[self._task_at(epoch, epochs)] for epoch in range(epochs)]
 
     def task_of(self, part: str, batch: int) -> int:
         """Return the task that a batch of `val` or `test` belongs to."""
@@ -393,24 +408,22 @@ class TaskSequence(BaseDataModule):
 
     @override
     def part_to_load(self, name: str) -> Any:
-        if name != "train" or self.joint:
-            return self.part(name)
-        own = self._by_task[self.current_task][name]
-        stored = self._stored(len(own)) if self.replay and self.current_task else []
+        return self._training_part(self.current_task) if name == "train" else self.part(name)
+
+    def _training_part(self, task: int) -> Any:
+        if self.joint:
+            return self.part("train")
+        own = self._by_task[task]["train"]
+        stored = self._stored(task, len(own)) if self.replay else []
         return TaskParts([*stored, own]) if stored else own
 
-    def _stored(self, samples: int) -> list[Split]:
+    def _stored(self, earlier: int, samples: int) -> list[Split]:
         """Return the stored samples of each earlier task, repeated to this many in total."""
-        earlier, parts = self.current_task, []
+        parts = []
         for task in range(earlier):
             part = self._by_task[task]["train"]
             order = np.random.default_rng([self.task_seed, task]).permutation(len(part))
             kept = order[: self.replay // earlier]
-            if not len(kept):
-                raise ValueError(
-                    f"`replay` must store at least one sample for each of {earlier} earlier tasks, "
-                    f"got {self.replay}."
-                )
             repeated = np.resize(kept, max(len(kept), samples // earlier))
             labels = part.labels[torch.from_numpy(repeated)]
             parts.append(replace(part, rows=part.rows[repeated], labels=labels))

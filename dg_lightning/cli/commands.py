@@ -48,6 +48,11 @@ def report_command(args: list[str]) -> None:
         "--by_variant", action="store_true", help="With --wandb: average the seeds of a study."
     )
     given = parser.parse_args(args)
+    chosen = [name for name in ("run", "config", "ckpt_path") if getattr(given, name) is not None]
+    if given.wandb is not None and chosen:
+        raise cli_error(f"`report --wandb` reports on a project: leave out `{chosen[0]}`.")
+    if given.by_variant and given.wandb is None:
+        raise cli_error("`--by_variant` needs `--wandb entity/project`.")
     if given.wandb is not None:
         _save_workspace(given.wandb, given.output, given.by_variant)
         return

@@ -167,6 +167,15 @@ def run_command(
     )
 
 
+def without_repeats(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the configured callbacks without exact copies, which stacked fragments may bring.
+
+    >>> without_repeats([{"class_path": "RigL"}, {"class_path": "SET"}, {"class_path": "RigL"}])
+    [{'class_path': 'RigL'}, {'class_path': 'SET'}]
+    """
+    return [one for index, one in enumerate(callbacks) if one not in callbacks[:index]]
+
+
 def _is_not_advertising(record: logging.LogRecord) -> bool:
     return _ADVERTISING not in record.getMessage()
 
@@ -210,6 +219,10 @@ class GateCLI(LightningCLI):
         self.config = self.parser.parse_args(args)
         given = self._plain_settings()
         check_classes(given)
+        callbacks = given["trainer"].get("callbacks")
+        if isinstance(callbacks, list) and (once := without_repeats(callbacks)) != callbacks:
+            given["trainer"]["callbacks"] = once
+            self._update_settings({"trainer": {"callbacks": once}})
         rules: tuple[LoggerRule, ...] = ()
         if self._choose_loggers is not None:
             rules = (self._choose_loggers,)

@@ -32,7 +32,8 @@ class Curve:
         label: Display name.
         value_at: Function that maps an optimizer step to the value.
         gates: Names of the gates that the quantity applies to.
-        reads: Quantities of other callbacks that this one reads, such as the keep target.
+        reads: Quantities of other callbacks that this one reads, such as the keep target. With
+            `keep of g`, the target is for hard gates.
         freezes_at: Step at which the callback freezes the gates, if it does.
     """
 
@@ -40,7 +41,7 @@ class Curve:
     label: str
     value_at: ValueAt
     gates: tuple[str, ...]
-    reads: tuple[Quantity, ...] = ()
+    reads: tuple[str, ...] = ()
     freezes_at: int | None = None
 
     def values(self, clock: Clock, points: int = 400) -> tuple[list[int], list[float]]:
@@ -105,7 +106,7 @@ def find_unused(curves: Sequence[Curve], clock: Clock) -> list[str]:
     found = [_too_late(curve, clock) for curve in curves]
     found += [_unread(curve, curves) for curve in curves if curve.quantity in ("keep", "factor")]
     found += [_after_freezing(curve, other, clock) for curve in curves for other in curves]
-    for curve in curves:
+    for curve in acting(curves):
         if curve.quantity == "weight" and not any(curve.values(clock)[1]):
             found.append(f"{curve.label} is 0 for the whole training run, so nothing is penalised.")
     return list(dict.fromkeys(line for line in found if line is not None))
@@ -121,7 +122,8 @@ def _too_late(curve: Curve, clock: Clock) -> str | None:
 
 def _unread(curve: Curve, curves: Sequence[Curve]) -> str | None:
     """Return a line about a keep target or factor of phases that no penalty reads."""
-    reading = [other for other in curves if curve.quantity in other.reads]
+    names = {curve.quantity, f"{curve.quantity} of g"}
+    reading = [other for other in curves if names.intersection(other.reads)]
     unread = set(curve.gates).difference(*(other.gates for other in reading))
     if not unread:
         return None
@@ -176,6 +178,7 @@ def warn_of_risks(callback: Any, trainer: Any, module: nn.Module) -> None:
 def find_risks(curves: Sequence[Curve], clock: Clock, module: nn.Module) -> list[str]:
     """Return one line for each setting in a plan that makes gate collapse likely."""
     curves = acting(curves)
+    of_g = {gate for curve in curves if "keep of g" in curve.reads for gate in curve.gates}
     temperatures, thresholds, keeps, weights, factors = (
         [curve for curve in curves if curve.quantity == quantity]
         for quantity in ("temperature", "threshold", "keep", "weight", "factor")
@@ -185,7 +188,7 @@ def find_risks(curves: Sequence[Curve], clock: Clock, module: nn.Module) -> list
     found += [_high_threshold(curve, clock) for curve in thresholds]
     found += [
         _target_on_threshold(keep, threshold, clock)
-        for keep in [*keeps, *targets]
+        for keep in [*(keep for keep in keeps if not of_g.issuperset(keep.gates)), *targets]
         for threshold in [*thresholds, *_constant_thresholds(module, thresholds)]
         if set(keep.gates) & set(threshold.gates)
     ]
@@ -282,7 +285,10 @@ def _idle_temperature(curve: Curve, thresholds: Sequence[Curve], module: nn.Modu
     idle = [
         name
         for name, gate in gate_layers(module, required=False).items()
-        if name in curve.gates and name not in scheduled and float(gate.threshold) == 0.5
+        if name in curve.gates
+        and name not in scheduled
+        and getattr(gate, "policy", "threshold") == "threshold"
+        and float(gate.threshold) == 0.5
     ]
     if len(idle) < len(curve.gates):
         return None

@@ -46,12 +46,19 @@ class Clock:
 
     @classmethod
     def from_trainer(cls, trainer: Any) -> "Clock":
-        """Create a clock from a Trainer at the start of `fit`."""
+        """Create a clock from a Trainer at the start of `fit`.
+
+        If epochs have different lengths, as in `TaskSequence`, steps per epoch are a mean.
+        """
         estimated = trainer.estimated_stepping_batches
         total = int(estimated) if 0 < estimated < math.inf else None
         batches = trainer.num_training_batches
         per_epoch = None
-        if batches and not math.isinf(batches):
+        if by_epoch := _steps_by_epoch(trainer):
+            # Lightning's estimate takes the current epoch's length for all.
+            total, per_epoch = sum(by_epoch), round(sum(by_epoch) / len(by_epoch))
+            total = total if trainer.max_steps == -1 else min(total, trainer.max_steps)
+        elif batches and not math.isinf(batches):
             per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
         module = getattr(trainer, "lightning_module", None)
         if module is None or module.automatic_optimization:
@@ -92,6 +99,19 @@ class Clock:
                 "`staircase: epoch` needs data with a known length: remove `staircase`."
             )
         return (step // self.steps_per_epoch + 1) * self.steps_per_epoch
+
+
+def _steps_by_epoch(trainer: Any) -> list[int]:
+    """Return the optimizer steps of each epoch if the data knows them, or an empty list."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if not hasattr(data, "batches_by_epoch") or not trainer.max_epochs or trainer.max_epochs < 0:
+        return []
+    limit = trainer.limit_train_batches
+    batches = [
+        min(count, limit) if isinstance(limit, int) else int(count * limit)
+        for count in data.batches_by_epoch(trainer.max_epochs)
+    ]
+    return [math.ceil(count / trainer.accumulate_grad_batches) for count in batches]
 
 
 def check_duration(name: str, duration: Duration) -> None:

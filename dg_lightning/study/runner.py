@@ -95,10 +95,13 @@ def trial_folder(output: Path, variant: str, seed: int) -> Path:
 class TrialLoggers:
     """Chooses a trial's loggers: a CSV logger for its folder, and others that are configured.
 
+    What loggers write is in the trial's folder, too, so that a trial that is started again leaves
+    nothing behind.
+
     Args:
-        folder: The trial's folder, three levels below that of the study or search.
-        group: Name of all runs that differ only in their seed, for W&B.
-        job_type: What the run is part of, for W&B.
+        folder: The trial's folder.
+        group: The study and variant, or the search and trial; the group in W&B.
+        job_type: `study` or `search`; the job type in W&B.
     """
 
     folder: Path
@@ -112,21 +115,24 @@ class TrialLoggers:
         configured = trainer.get("logger")
         loggers = configured if isinstance(configured, list) else [configured]
         others = [x for x in loggers if isinstance(x, dict) and _class_name(x) != "CSVLogger"]
-        return [{"class_path": _CSV_LOGGER, "init_args": own}, *map(self._labelled, others)]
+        labelled = [self._labelled(logger, own) for logger in others]
+        return [{"class_path": _CSV_LOGGER, "init_args": own}, *labelled]
 
-    def _labelled(self, logger: dict[str, Any]) -> dict[str, Any]:
-        if _class_name(logger) != "WandbLogger":
-            return logger
+    def _labelled(self, logger: dict[str, Any], own: dict[str, str]) -> dict[str, Any]:
         given = {k: v for k, v in (logger.get("init_args") or {}).items() if v is not None}
-        variant, run = self.folder.parent.name, self.folder.name
-        labels = {
-            "name": f"{variant}/{run}",
-            "group": self.group,
-            "job_type": self.job_type,
-            "tags": [*given.get("tags", ()), self.job_type, variant],
-            "save_dir": str(self.folder.parents[2]),
-        }
-        return {**logger, "init_args": {**given, **labels}}
+        name = self.group.rpartition("/")[2]
+        if _class_name(logger) == "WandbLogger":
+            given |= {
+                "name": f"{name}/{self.folder.name}" if self.job_type == "study" else name,
+                "group": self.group,
+                "job_type": self.job_type,
+                "tags": [*given.get("tags", ()), self.job_type, name],
+                "save_dir": str(self.folder),
+                "id": None,  # one id would join all trials
+            }
+        elif _class_name(logger) == "TensorBoardLogger":
+            given |= own
+        return {**logger, "init_args": given}
 
 
 _CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
@@ -172,10 +178,17 @@ def train(
                 (logged,) = cli.trainer.test(
                     cli.model, datamodule=cli.datamodule, ckpt_path=checkpoint, verbose=False
                 )
-        finally:  # otherwise the next trial of this process would log to the same W&B run
-            if wandb := sys.modules.get("wandb"):
-                wandb.finish()
+        except BaseException:
+            _finish_wandb(exit_code=1)
+            raise
+        _finish_wandb(exit_code=0)
     return cli, logged
+
+
+def _finish_wandb(exit_code: int) -> None:
+    """End the W&B run, if any: otherwise the next trial of this process would log to it."""
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish(exit_code=exit_code)
 
 
 @contextmanager

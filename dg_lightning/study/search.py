@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
 from dg_lightning.cli_error import CLIError
-from dg_lightning.configs import config_path
+from dg_lightning.configs import config_path, resolve_config_paths
 from dg_lightning.files import write_text
 from dg_lightning.study.runner import RunRecorder, TrialLoggers, error_summary, train
 from dg_lightning.study.settings import as_option, training_inputs
@@ -279,9 +279,13 @@ class Search:
             training_inputs([f"--config={config_path(config)}"])
             for config in (self.base, self.baseline)
         ]
-        options = training_inputs([as_option(text) for text in [*self.options, *self.set]])
+        options = training_inputs(self._given([*self.options, *self.set]))
         parameters = [dataclasses.asdict(parameter) for parameter in self.parameters]
         return json.dumps([configs, options, parameters, self.seed])
+
+    @staticmethod
+    def _given(options: Sequence[str]) -> list[str]:
+        return resolve_config_paths([as_option(text) for text in options])
 
     @property
     def folder(self) -> Path:
@@ -317,10 +321,11 @@ class Search:
         try:
             values = None if is_baseline else {p.name: p.suggest(trial) for p in self.parameters}
             pruning = DominancePruning(self, shared, trial)
+            name = _BASELINE if is_baseline else f"trial_{trial.number}"
             folder = self.folder / "runs" / "trials" / f"trial_{trial.number}"
             stopwatch = RunRecorder()
             callbacks = [stopwatch, pruning]
-            loggers = TrialLoggers(folder, self.name, "search")
+            loggers = TrialLoggers(folder, f"{self.name}/{name}", "search")
             arguments = self.arguments(values)
             cli, _ = train(run_command, arguments, loggers, callbacks, test=False)
         except optuna.TrialPruned as reason:
@@ -337,9 +342,9 @@ class Search:
         """Return the `fit` arguments for parameter values, or for the baseline if None."""
         return [
             f"--config={config_path(self.baseline if values is None else self.base)}",
-            *map(as_option, self.options),
+            *self._given(self.options),
             *(f"--{name}={json.dumps(value)}" for name, value in (values or {}).items()),
-            *map(as_option, self.set),
+            *self._given(self.set),
             f"--seed_everything={self.seed}",
         ]
 

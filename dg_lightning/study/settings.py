@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from dg_lightning.configs import config_path, resolve_config_paths
 
 # Options that do not affect the result: local paths, and what is shown or logged.
@@ -111,10 +113,21 @@ def training_inputs(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key == "--config":
-            inputs.append(Path(value).read_text(encoding="utf-8"))
+            text = Path(value).read_text(encoding="utf-8")
+            if not _only_sets_loggers(text):
+                inputs.append(text)
         elif not _WITHOUT_EFFECT.match(key):
             inputs.append(argument)
     return inputs
+
+
+def _only_sets_loggers(text: str) -> bool:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:  # `fit` says what is wrong with it
+        return False
+    trainer = content.get("trainer") if isinstance(content, dict) and len(content) == 1 else None
+    return isinstance(trainer, dict) and set(trainer) == {"logger"}
 
 
 def as_option(text: str) -> str:

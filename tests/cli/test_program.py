@@ -260,6 +260,15 @@ def test_every_fragment_appends_its_callback_and_fits(fragment: str) -> None:
     assert names[1:] == added
 
 
+@pytest.mark.parametrize("name", ["collapse_detector", "gate_monitor", "exact_resume"])
+def test_a_callback_that_a_config_already_has_is_not_added_twice(name: str) -> None:
+    options = ["--config=digits/dynamicgate_input", f"--config=callbacks/{name}"]
+    main(["fit", *options, "--trainer.max_epochs=1", "--trainer.limit_train_batches=3"])
+    saved = yaml.safe_load(next(Path("runs").rglob("config.yaml")).read_text())
+    names = [callback["class_path"] for callback in saved["trainer"]["callbacks"]]
+    assert len(names) == len(set(names))
+
+
 def test_the_papers_recipe_meets_its_keep_target() -> None:
     options = ["--config=digits/baseline", "--config=callbacks/paper_recipe"]
     options += ["--model.net.gate={kind: static}", "--model.gate_lr_factor=60"]

@@ -85,6 +85,8 @@ def test_a_run_without_any_logger_has_a_report_too(tmp_path: Path) -> None:
         (["report", "."], "'.' contains neither a study (results.csv with a variant column) nor"),
         (["report"], "folder"),
         (["report", "--wandb=me"], "`wandb` must be entity/project, got 'me'"),
+        (["report", ".", "--wandb=me/p"], "reports on a project: leave out `run`"),
+        (["report", ".", "--by_variant"], "`--by_variant` needs `--wandb entity/project`"),
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")

@@ -228,14 +228,12 @@ def test_no_more_samples_are_replayed_than_stored(monkeypatch: pytest.MonkeyPatc
     ("options", "message"),
     [
         ({"replay": 20}, "`replay` needs `labels: class`"),
-        ({"replay": -1, "labels": "class"}, "`replay` must be a number of samples, got -1"),
+        ({"replay": -1, "labels": "class"}, "`replay` must be 0, or store at least .*, got -1"),
+        ({"replay": True, "labels": "class"}, "`replay` must be 0, or .*, got True"),
+        ({"replay": 3, "labels": "class"}, "one sample for each of 4 earlier tasks, got 3"),
+        ({"replay": 9, "labels": "class", "joint": True}, "`replay` has no effect with `joint`"),
     ],
 )
 def test_replay_that_cannot_be_is_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sequence(**options)
-
-
-def test_too_few_samples_to_replay_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="at least one sample for each of 3 earlier tasks, got 2"):
-        trained_at(sequence(labels="class", replay=2), 3, monkeypatch)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dg_lightning.datamodules import DigitsDataModule, TaskSequence
+from dg_lightning.schedules import Clock
 
 
 class Recorder(pl.LightningModule):
@@ -125,3 +126,23 @@ def test_a_validation_on_its_own_sees_all_tasks() -> None:
     model, data = Recorder(), TaskSequence(DigitsDataModule(), evaluate="current")
     trainer_for().validate(model, datamodule=data, verbose=False)
     assert model.validated == [set(range(5))]
+
+
+@pytest.mark.parametrize("replay", [0, 60])
+@pytest.mark.parametrize("limits", [{}, {"limit_train_batches": 0.5}, {"limit_train_batches": 4}])
+def test_schedules_know_the_length_of_all_tasks(replay: int, limits: dict[str, Any]) -> None:
+    """A clock made in any task counts the steps that the Trainer takes."""
+
+    class Clocks(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: set[tuple[int | None, int | None]] = set()
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            clock = Clock.from_trainer(trainer)
+            self.seen.add((clock.total_steps, clock.steps_per_epoch))
+
+    data = TaskSequence(DigitsDataModule(batch_size=16), tasks=3, labels="class", replay=replay)
+    clocks = Clocks()
+    trainer = trainer_for(max_epochs=6, callbacks=[clocks], accumulate_grad_batches=2, **limits)
+    trainer.fit(Recorder(), datamodule=data)
+    assert clocks.seen == {(trainer.global_step, round(trainer.global_step / 6))}

@@ -66,6 +66,11 @@ RISKY: dict[str, tuple[list[Any], float, str]] = {
         0.6,
         "λ, θ and the keep target all jump at step",
     ),
+    "target of a layer on threshold": (
+        [GatePenalty(1.0, "target", target={"*": 0.6})],
+        0.6,
+        r"target .*θ \(0.6 and 0.6\)",
+    ),
     "idle temperature": ([TemperatureAnnealing()], 0.5, "τ has no effect on which gates are open"),
 }
 
@@ -82,6 +87,11 @@ def test_gentle_settings_raise_nothing() -> None:
     ramp = Schedule(0.0, 1.0, "cosine", begin="1 epoch")
     assert risks_of(GatePenalty(ramp), TemperatureAnnealing(2.0, 1.0), ThresholdPhases()) == []
     assert risks_of(GatePenalty(1.0, "target", rate="g", target=0.6), threshold=0.6) == []
+    of_g = [GatePenalty(1.0, "target", rate="g"), ThresholdPhases([Phase(keep=0.6)])]
+    assert risks_of(*of_g, threshold=0.6) == []
+    sampled = Module()
+    sampled.net = GatedMLP(8, [6], 2, gate={"kind": "static", "policy": "bernoulli"})
+    assert not find_risks(collect_plan([TemperatureAnnealing()], CLOCK, sampled), CLOCK, sampled)
 
 
 def test_the_papers_phases_stop_at_the_buffer_before_the_last_descent() -> None:
@@ -130,6 +140,14 @@ UNUSED: dict[str, tuple[list[Any], str]] = {
     "threshold after the freeze": (
         [ThresholdRamp(0.5, 0.7, until="80%"), BudgetController(0.5, freeze_at="40%")],
         "θ still changes after step 400",
+    ),
+    "keep target beside targets by layer": (
+        [ThresholdPhases([Phase(keep=0.3)]), GatePenalty(1.0, "target", target={"*": 0.4})],
+        "The keep target of ThresholdPhases has no effect",
+    ),
+    "weight whose factor is always 0": (
+        [ThresholdPhases([Phase(weight_factor=0.0)]), GatePenalty(1.0)],
+        "λ × factor is 0 for the whole training run",
     ),
     "weight of 0": ([GatePenalty(0.0)], "λ is 0 for the whole training run"),
     "ramp after the end": (

@@ -129,7 +129,7 @@ def test_each_trial_is_a_wandb_run_named_by_study_variant_and_seed(
     assert not run_study(study(tmp_path, variants=variants, set=[option]), run_command)
     runs = [
         (next(r.run for r in wandb_file.records(file) if r.HasField("run")), file)
-        for file in wandb_file.run_files(tmp_path / "wandb")
+        for file in wandb_file.run_files(tmp_path / "runs")
     ]
     assert {(run.run_group, run.display_name, run.job_type) for run, _ in runs} == {
         ("digits/dynamicgate", f"dynamicgate/seed_{seed}", "study") for seed in (0, 1)
@@ -138,7 +138,24 @@ def test_each_trial_is_a_wandb_run_named_by_study_variant_and_seed(
         assert {"study", "dynamicgate"} <= set(run.tags)
         logged = {key for row in wandb_file.history(file) for key in row}
         assert {"val/accuracy", "test/accuracy", "gates/open_rate", "compute/macs_share"} <= logged
+        (end,) = (r.exit for r in wandb_file.records(file) if r.HasField("exit"))
+        assert end.exit_code == 0
     assert (tmp_path / "runs" / "dynamicgate" / "seed_1" / "metrics.csv").is_file()
+
+
+@pytest.mark.slow
+def test_a_trial_started_again_leaves_one_wandb_run_and_a_failed_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    failing = {"dynamicgate": Variant("digits/dynamicgate", ["model.optimizer.lr=1e30"])}
+    options: dict[str, Any] = {"seeds": 1, "variants": failing, "set": ["config=logger/wandb"]}
+    for again in (False, True):
+        assert not run_study(study(tmp_path, retry_failed=again, **options), run_command)
+        (file,) = wandb_file.run_files(tmp_path)
+        (end,) = (r.exit for r in wandb_file.records(file) if r.HasField("exit"))
+        assert end.exit_code == 1
 
 
 def test_one_failure_is_told_and_stops_nothing(

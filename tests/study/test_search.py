@@ -10,6 +10,7 @@ from typing import Any
 
 import optuna
 import pytest
+import wandb_file
 import yaml
 
 from dg_lightning.cli import main
@@ -160,6 +161,25 @@ def small(folder: str) -> Search:
         options=SHORT,
         trials=1,
     )
+
+
+@pytest.mark.slow
+def test_each_trial_of_a_search_is_a_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    asked = small(str(tmp_path))
+    asked.set = ["config=logger/wandb"]
+    assert run_search(asked, run_command)
+    runs = [
+        next(r.run for r in wandb_file.records(file) if r.HasField("run"))
+        for file in wandb_file.run_files(tmp_path)
+    ]
+    assert {(run.run_group, run.display_name, run.job_type) for run in runs} == {
+        ("search/baseline", "baseline", "search"),
+        ("search/trial_1", "trial_1", "search"),
+    }
 
 
 def test_a_search_that_was_killed_goes_on(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_a_fingerprint_follows_content_and_options_not_the_place(tmp_path: Path)
     assert fingerprint("a: 1", "one.yaml", "b=2") != same
     # Where data lies on a machine changes nothing; what a further config says does.
     assert fingerprint("a: 1", "one.yaml", "data.root=/elsewhere", "b=1") == same
+    (tmp_path / "logger.yaml").write_text("trainer: {logger: {class_path: WandbLogger}}")
+    assert fingerprint("a: 1", "one.yaml", f"config={tmp_path}/logger.yaml", "b=1") == same
     for shown in ("trainer.logger=WandbLogger", "trainer.logger.offline=true"):
         assert fingerprint("a: 1", "one.yaml", shown, "b=1") == same
     more = tmp_path / "more.yaml"

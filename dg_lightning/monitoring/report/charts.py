@@ -208,7 +208,10 @@ def line_chart(
 
 
 def scatter_chart(title: str, points: Sequence[Point], x_label: str, y_label: str) -> str:
-    """Return a scatter chart with error bars and both axes in percent."""
+    """Return a scatter chart with error bars and both axes in percent.
+
+    A line joins the measured points that no other point beats on both axes.
+    """
     if not points:
         return ""
     xs = [v for p in points for v in (p.x - p.x_error, p.x + p.x_error)]
@@ -219,9 +222,29 @@ def scatter_chart(title: str, points: Sequence[Point], x_label: str, y_label: st
     for index, name in enumerate(names):
         group = "".join(_draw_point(p, x_axis, y_axis) for p in points if p.series == name)
         marks.append(f"<g{_series_attributes(index)}>{group}</g>")
-    frame = _draw_axes(x_axis, y_axis, x_label, y_label)
+    frame = _draw_axes(x_axis, y_axis, x_label, y_label) + _draw_frontier(points, x_axis, y_axis)
     description = f"{title}: {len(points)} points, whose values are in the study's table"
     return _figure("points", title, description, frame + "".join(marks), names)
+
+
+def pareto_frontier(points: Sequence[Point]) -> list[Point]:
+    """Return the measured points with no other one further right and higher, from left to right.
+
+    >>> a, b, c = (Point("", x, y, "") for x, y in ((0.1, 0.9), (0.5, 0.8), (0.4, 0.7)))
+    >>> pareto_frontier([a, b, c]) == [a, b]
+    True
+    """
+    frontier: list[Point] = []
+    measured = [point for point in points if point.shape == "circle"]
+    for point in sorted(measured, key=lambda p: (p.x, p.y), reverse=True):
+        if not frontier or point.y > frontier[-1].y:
+            frontier.append(point)
+    return frontier[::-1]
+
+
+def _draw_frontier(points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> str:
+    at = " L".join(f"{x_axis.at(p.x)},{y_axis.at(p.y)}" for p in pareto_frontier(points))
+    return f'<path class="frontier" d="M{at}"/>' if " L" in at else ""
 
 
 def _draw_point(point: Point, x_axis: _Axis, y_axis: _Axis) -> str:
