@@ -43,12 +43,12 @@ class RoutingMonitor(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        gates = gate_layers(pl_module, self.layers, required=False)
+        gates = gate_layers(pl_module, self.layers)
         self._routers = {name: gate for name, gate in gates.items() if hasattr(gate, "chosen")}
         if not self._routers:
             raise ValueError(
-                f"RoutingMonitor found no router, such as SwitchMoE's, among {len(gates)} gates: "
-                "use GateMonitor to watch gates."
+                "RoutingMonitor found no router, such as SwitchMoE's, only the gates "
+                f"{', '.join(gates)}: use GateMonitor instead."
             )
 
     @override

@@ -51,6 +51,7 @@ def together(pressing: str = "GatePenalty") -> list[Any]:
     # RoutingMonitor follows routers, which have an open rate of their own.
     others = {"BudgetController", "GatePenalty", "StaticSparse", "RoutingMonitor"} - {pressing}
     others |= {"AddGates", "ContinualBackprop", "ReviveDormant"}  # there are gates already
+    others |= {"ThresholdRamp"}  # phases set the threshold
     return [make(name) for name in ARGUMENTS if name not in others]
 
 

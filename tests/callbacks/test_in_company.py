@@ -165,7 +165,7 @@ def test_two_of_a_kind_on_different_gates(make: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [TemperatureAnnealing, ThresholdPhases])
 def test_two_writers_of_one_gate_are_refused(cls: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"set the gate a.gate.*`layers`"):
+    with pytest.raises(ValueError, match=r"set the (temperature|factor) of a.gate.*`layers`"):
         fit(Net(), [cls(), cls(layers=["a.*"])], tmp_path)
 
 

@@ -41,6 +41,7 @@ class Present(pl.Callback):
         self.there.append(self.key in trainer.callback_metrics)
 
 
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint.* may keep a checkpoint from before")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("name", "key"), CASES)
 def test_early_stopping_and_checkpoints_find_them_in_every_epoch(

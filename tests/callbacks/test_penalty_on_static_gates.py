@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -93,6 +94,7 @@ class WithDeltas(Net):
         self.seen.append(self.delta.grad.clone())
 
 
+@pytest.mark.filterwarnings("ignore:.* nothing is penalised")
 def test_logits_that_were_put_in_from_outside_are_found_in_the_backward_pass(tmp_path: Any) -> None:
     seen = []
     for weight in (0.0, 7.0):

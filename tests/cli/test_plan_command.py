@@ -6,14 +6,18 @@ from PIL import Image
 from dg_lightning.cli import main
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-CONFIGS = ["--config=digits/dynamicgate", "--config=callbacks/threshold_phases"]
+CONFIGS = [
+    "--config=digits/baseline",
+    "--config=callbacks/paper_recipe",
+    "--model.net.gate={kind: static}",
+]
 
 
 def test_draws_all_schedules_without_training(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *CONFIGS, "--config=callbacks/temperature_annealing", "--output=a/plan.png"])
+    main(["plan", *CONFIGS, "--output=a/plan.png"])
     printed = capsys.readouterr().out
     assert "Plan: 630 optimizer steps" in printed
-    for label in ("λ", "keep target", "θ", "λ factor", "τ"):
+    for label in ("λ × factor", "keep target", "θ", "τ"):
         assert label in printed
     with Image.open("a/plan.png") as picture:
         assert picture.size[0] > 500
@@ -24,7 +28,8 @@ def test_draws_all_schedules_without_training(capsys: pytest.CaptureFixture[str]
 
 
 def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", *CONFIGS, "--trainer.callbacks.transition=0", "--output=."])
+    phases = "--trainer.callbacks.ThresholdPhases"
+    main(["plan", *CONFIGS, f"{phases}.transition=0", f"{phases}.buffer_keep=null", "--output=."])
     assert "all jump at step" in " ".join(capsys.readouterr().out.split())
     assert Path("plan.png").is_file()
 
