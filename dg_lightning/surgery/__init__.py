@@ -9,10 +9,12 @@ from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
 from .finding import Units, UnitSearchResult, find_units
 from .gating import add_gates, remove_gates, restore_gates
+from .savings import Savings, measure_savings
 
 __all__ = [
     "CompactModel",
     "Converted",
+    "Savings",
     "UnitSearchResult",
     "Units",
     "add_gates",
@@ -20,6 +22,7 @@ __all__ = [
     "convert",
     "find_units",
     "load_compact",
+    "measure_savings",
     "remove_gates",
     "restore_gates",
     "save_compact",
