@@ -101,6 +101,7 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
                     "reduction of MACs",
                     "test accuracy",
                 ),
+                "<p>The dashed line joins the variants that no other one beats on both axes.</p>",
                 _SHAPES if any(point.shape != "circle" for point in points) else "",
             ),
             section("Summary", _notes(notes), blocks(summary_markdown(name, rows))),
