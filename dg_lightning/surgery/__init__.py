@@ -9,6 +9,7 @@ from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
 from .finding import Units, UnitSearchResult, find_units
 from .gating import add_gates, remove_gates, restore_gates
+from .pruning import prune
 from .savings import Savings, measure_savings
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "find_units",
     "load_compact",
     "measure_savings",
+    "prune",
     "remove_gates",
     "restore_gates",
     "save_compact",
