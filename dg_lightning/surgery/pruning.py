@@ -84,7 +84,8 @@ def prune(
     for name, (units, gate) in found.items():
         keep = max(1, round(target * units.blocks))
         kept = scores[name].topk(keep).indices
-        logit: Tensor = gate.logit.data  # type: ignore[assignment]
+        parameter: Any = gate.logit
+        logit: Tensor = parameter.data
         closed = torch.ones_like(logit, dtype=torch.bool)
         closed[kept.to(logit.device)] = False
         logit[closed] = _CLOSED

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from zoo import ZOO, run
 from zoo_builders import class_of, hugging_face
 from zoo_language import GROUPED
@@ -64,8 +64,8 @@ print(json.dumps(done))
 def close_half(model: nn.Module) -> None:
     """Close every second block, in every second layer also the first one."""
     for index, gate in enumerate(gate_layers(model).values()):
-        logit: Tensor = gate.logit.data  # type: ignore[attr-defined]
-        logit[index % 2 :: 2] = -1.0
+        parameter: Any = gate
+        parameter.logit.data[index % 2 :: 2] = -1.0
 
 
 def family(name: str, **kinds: Any) -> tuple[nn.Module, Any]:
@@ -107,16 +107,18 @@ def test_heads_go_where_the_config_has_a_size_of_heads(name: str, tmp_path: Path
     assert result.settings["num_attention_heads"] == 2
     assert result.settings["num_key_value_heads"] == 1
     result.save_pretrained(tmp_path)
-    again = type(result.model).from_pretrained(tmp_path).eval()  # type: ignore[attr-defined]
+    kind: Any = type(result.model)
+    again = kind.from_pretrained(tmp_path).eval()
     for output, wanted in zip(run(again, example), run(result.model, example), strict=True):
         assert torch.equal(output, wanted)
 
 
 def test_layers_keep_as_many_units_as_the_one_that_needs_most() -> None:
     model, example = family("bert", feed_forward=STATIC)
-    for gate, kept in zip(gate_layers(model).values(), (40, 30, 16), strict=True):
-        gate.logit.data[:kept] = 1.0  # type: ignore[attr-defined]
-        gate.logit.data[kept:] = -1.0  # type: ignore[attr-defined]
+    gates: list[Any] = list(gate_layers(model).values())
+    for gate, kept in zip(gates, (40, 30, 16), strict=True):
+        gate.logit.data[:kept] = 1.0
+        gate.logit.data[kept:] = -1.0
     expected = run(model, example)
     result = compact(model, example, uniform=True, multiple=16)
     assert result.settings == {"intermediate_size": 48}
