@@ -5,6 +5,7 @@ from .add_gates import AddGates
 from .budget_controller import BudgetController
 from .collapse_detector import CollapseDetector
 from .consolidation import EWC, SynapticIntelligence
+from .distill import Distill
 from .exact_resume import ExactResume
 from .gate_monitor import GateMonitor
 from .gate_penalty import GatePenalty
@@ -26,6 +27,7 @@ __all__ = [
     "BudgetController",
     "CollapseDetector",
     "ContinualBackprop",
+    "Distill",
     "ExactResume",
     "GateMonitor",
     "GatePenalty",

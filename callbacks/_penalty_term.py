@@ -1,7 +1,7 @@
 """Add a penalty on gates to the loss, right before the backward pass."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -108,7 +108,7 @@ class PenaltyTerm:
             blind = self._without_graph(values)
         if fresh and not pl_module.automatic_optimization:
             # With several losses, penalise each gate in the loss that depends on it.
-            nodes = _graph_of(loss)
+            nodes = graph_of(loss)
             for value, gate in zip(values, self.gates.values(), strict=True):
                 made = (v.grad_fn for v in (gate.probability, gate.gate) if v is not None)
                 if value is not None and nodes.isdisjoint(made):
@@ -161,26 +161,9 @@ class PenaltyTerm:
 
     def add(self, trainer: Any, pl_module: pl.LightningModule, loss: Tensor, term: Tensor) -> None:
         """Add the gradient of a penalty to a loss in place, without changing its value."""
-        if pl_module.automatic_optimization:
-            term = term / trainer.accumulate_grad_batches
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:  # the loss is already scaled
-            term = scaler.scale(term)
-        zero = term - term.detach()
-        zero.register_hook(partial(self._pass_once, self._batch.current))
+        hook = partial(self._pass_once, self._batch.current)
         self._batch.added |= self._batch.current
-        try:
-            # The operation that computed the loss may have saved it for backward. Adding 0 keeps it
-            # valid.
-            with _unsafe_preserve_version_counter(loss):
-                loss.add_(zero)
-        except RuntimeError as error:
-            if "view" not in str(error):
-                raise
-            raise ValueError(
-                "The penalty cannot be added in place to a loss that is one of several views of a "
-                "tensor, such as an entry in a loop over it: call backward on `loss.clone()`."
-            ) from error
+        add_gradient(trainer, pl_module, loss, term, hook)
 
     def _pass_once(self, values: set[Tensor], gradient: Tensor) -> Tensor:
         """Pass on the penalty's gradient only once, even if backward runs repeatedly."""
@@ -293,7 +276,47 @@ class Penalty(pl.Callback, ABC):
         self.term.stop_watching()
 
 
-def _graph_of(loss: Tensor) -> set[Any]:
+def add_gradient(
+    trainer: Any,
+    pl_module: pl.LightningModule,
+    loss: Tensor,
+    term: Tensor,
+    hook: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Add the gradient of a term to a loss in place, without changing its value.
+
+    The term is scaled as Lightning scales the loss.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: The Trainer's LightningModule.
+        loss: The loss that `on_before_backward` receives.
+        term: The term.
+        hook: Function that gets the gradient of the term and may replace it.
+    """
+    if pl_module.automatic_optimization:
+        term = term / trainer.accumulate_grad_batches
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:  # the loss is already scaled
+        term = scaler.scale(term)
+    zero = term - term.detach()
+    if hook is not None:
+        zero.register_hook(hook)
+    try:
+        # The operation that computed the loss may have saved it for backward. Adding 0 keeps it
+        # valid.
+        with _unsafe_preserve_version_counter(loss):
+            loss.add_(zero)
+    except RuntimeError as error:
+        if "view" not in str(error):
+            raise
+        raise ValueError(
+            "A term cannot be added in place to a loss that is one of several views of a tensor, "
+            "such as an entry in a loop over it: call backward on `loss.clone()`."
+        ) from error
+
+
+def graph_of(loss: Tensor) -> set[Any]:
     """Return all nodes in a loss's autograd graph."""
     nodes: set[Any] = set()
     pending: list[Any] = [loss.grad_fn]

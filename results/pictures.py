@@ -1,6 +1,6 @@
 """Draw the figures of the documentation.
 
-python results/pictures.py                 # accuracy against MACs, from results/*.csv
+python results/pictures.py                 # accuracy against MACs, and curves, from results/*.csv
 python results/pictures.py markers RUN     # marker genes, from a run of pbmc3k/dynamicgate
 python results/pictures.py dashboard DIR   # what W&B shows of a study, from the keys that it logged
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from studies import Study
+from studies import CURVE_DATASETS, CURVES, Study
 
 DOCS = Path(__file__).parents[1] / "docs"
 DATASETS = {
@@ -32,6 +32,7 @@ STYLES = {  # marker and colour
     "gates and RigL": ("^", "C3"),
     "RigL alone": ("v", "C1"),
     "experts": ("P", "C4"),
+    "pruning": ("X", "C5"),
 }
 VARIANTS = {  # label -> variant
     "dense": "baseline",
@@ -84,10 +85,42 @@ def accuracy_against_macs() -> None:
         axes.tick_params(axis="y", labelsize=8)
         axes.grid(alpha=0.3)
     last.axis("off")
-    last.legend([handles[label] for label in STYLES], list(STYLES), loc="center", fontsize=9)
+    last.legend(list(handles.values()), list(handles), loc="center", fontsize=9)
     figure.supxlabel("executed MACs, of the dense net's", fontsize=9)
     figure.supylabel("test accuracy, %; five seeds, text three", fontsize=9)
     figure.savefig(DOCS / "accuracy_macs.png", dpi=130)
+
+
+def curves() -> None:
+    """Draw accuracy against MACs at six budgets; a grey line joins the points no other dominates."""
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    shares = (5, 10, 20, 30, 50, 75)
+    for axes, (title, dataset) in zip(figure.subplots(2, 2).flat, CURVE_DATASETS.items(), strict=True):
+        study = Study("curves", dataset)
+        (dense,) = set(study.values("baseline", "macs_dense"))
+        points = []
+        for label, method in {"dense": "baseline", **CURVES}.items():
+            marker, color = STYLES[label]
+            names = [method] if method == "baseline" else [f"{method}_{share}" for share in shares]
+            x = [100 * statistics.fmean(study.values(name, "macs")) / dense for name in names]
+            scores = [[100 * value for value in study.values(name, "accuracy")] for name in names]
+            y = [statistics.fmean(values) for values in scores]
+            spread = [statistics.stdev(values) for values in scores]
+            axes.errorbar(x, y, spread, fmt=marker, color=color, capsize=2, label=label, ms=5)
+            points += list(zip(x, y, strict=True))
+        points.sort()
+        best = [p for i, p in enumerate(points) if all(p[1] > other[1] for other in points[:i])]
+        axes.plot(*zip(*best, strict=True), color="0.6", lw=1, zorder=0)
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log")
+        axes.set_xticks([*shares, 100], [f"{tick} %" for tick in (*shares, 100)], fontsize=8)
+        axes.minorticks_off()
+        axes.tick_params(axis="y", labelsize=8)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    figure.supxlabel("executed MACs, of the dense net's", fontsize=9)
+    figure.supylabel("test accuracy, %; three seeds", fontsize=9)
+    figure.savefig(DOCS / "curves.png", dpi=130)
 
 
 def marker_genes(run: Path) -> None:
@@ -150,3 +183,4 @@ if __name__ == "__main__":
         dashboard(Path(sys.argv[2]))
     else:
         accuracy_against_macs()
+        curves()

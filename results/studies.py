@@ -19,6 +19,19 @@ from dg_lightning.study.tables import (
 
 HERE = Path(__file__).parent
 SPARSE = ("rigl_equal", "set_equal")
+CURVES = {  # method -> beginning of its variants in the study `curves`
+    "static gates": "dynamicgate",
+    "gates by input": "dynamicgate_input",
+    "gates and RigL": "dynamicgate_rigl",
+    "RigL alone": "rigl",
+    "pruning": "pruned",
+}
+CURVE_DATASETS = {
+    "MNIST": "mnist",
+    "Fashion-MNIST": "fashion_mnist",
+    "CIFAR-10": "cifar10",
+    "PBMC3k": "pbmc3k",
+}
 
 
 class Study:
@@ -26,15 +39,17 @@ class Study:
 
     Args:
         name: Name of the study, its config and its table.
+        dataset: Dataset whose rows are read, of a study of several.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dataset: str | None = None) -> None:
         self.name = name
         self.config = yaml.safe_load(Path(config_path(f"studies/{name}")).read_text())
         with (HERE / f"{name}.csv").open(encoding="utf-8") as file:
             self.rows: list[dict[str, Any]] = [
                 {k: v if k in TEXTS else float(v or "nan") for k, v in line.items()}
                 for line in csv.DictReader(file)
+                if dataset in (None, line["dataset"])
             ]
         order = list(self.config["variants"])
         self.rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))

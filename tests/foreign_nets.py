@@ -18,6 +18,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "BudgetController": {"budget": 0.6},
     "CollapseDetector": {"action": "rescue"},
     "ContinualBackprop": {"rate": 0.02, "maturity": 2},
+    "Distill": {"teacher": nn.Sequential(nn.Flatten(), nn.Linear(64, 10))},
     "ExactResume": {},
     "GateMonitor": {"every_n_epochs": 1},
     "GatePenalty": {"weight": Schedule(0.0, 0.5, "cosine", begin=2), "usage": "expected_macs"},

@@ -14,8 +14,8 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from dg_lightning import GatedMLP
-from dg_lightning.cli.errors import OneLineErrorParser
+from dg_lightning import GatedMLP, GatedRegressor
+from dg_lightning.cli.errors import OneLineErrorParser, one_line
 from dg_lightning.cli.runs import (
     BATCH_SIZES,
     add_run_options,
@@ -24,6 +24,7 @@ from dg_lightning.cli.runs import (
     has_part,
     input_shape,
     load_data,
+    load_model,
     load_net,
     selected_checkpoint,
 )
@@ -41,7 +42,10 @@ from dg_lightning.runtime.lowering import (
     without_gates,
 )
 from dg_lightning.runtime.timing import median_seconds
+from dg_lightning.surgery import CompactModel, compact, export_model, measure_savings
+from dg_lightning.surgery.gating import gated_units
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.module import GatedModule
 
 _NEEDS = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
 Run: TypeAlias = Callable[[Tensor], Tensor]
@@ -97,8 +101,12 @@ def export_command(args: list[str]) -> None:
         raise cli_error(f"`min_usage` must be in [0, 1), got {given.min_usage}.")
     if not 0 <= given.max_accuracy_drop <= 1:
         raise cli_error(f"`max_accuracy_drop` must be in [0, 1], got {given.max_accuracy_drop}.")
-    net = load_net(given.ckpt_path)
     sizes = check_batch_sizes(given.batch_sizes)
+    model = load_model(given.ckpt_path)
+    if not isinstance(model.net, GatedMLP):
+        _export_any(model, given, sizes)
+        return
+    net = load_net(given.ckpt_path)
     asked = {"freeze_gates": given.freeze_gates is True, "min_usage": given.min_usage > 0}
     wanted = next((name for name, is_wanted in asked.items() if is_wanted), None)
     gates = [layer.gate for layer in net.layers()]
@@ -138,9 +146,43 @@ def export_command(args: list[str]) -> None:
             f"--freeze_gates=true{need}."
         )
     if data is not None:
-        measure, (before, after) = scores([net, exported.run], batches(data, "test"))
-        name = measure[0].upper() + measure[1:]
-        print(f"{name} on the test split: {before:.2%} before, {after:.2%} after.")
+        _print_scores([net, exported.run], data, "test")
+
+
+def _export_any(model: GatedModule, given: Any, sizes: list[int]) -> None:
+    """Export a net that is no GatedMLP, without its closed units."""
+    name = type(model.net).__name__
+    if given.format == "safetensors":
+        raise cli_error(f"A {name} is exported as a program: use --format pt2 or --format onnx.")
+    if given.freeze_gates is True or given.min_usage:
+        raise cli_error(f"`freeze_gates` and `min_usage` need a GatedMLP, got a {name}.")
+    if isinstance(model, GatedRegressor):
+        raise cli_error(f"A regressor needs a GatedMLP to be exported, got a {name}.")
+    data = load_data(given.ckpt_path, given.data_root, needed_by="export")
+    assert data is not None
+    part = "test" if has_part(data, "test") else "validate"
+    example = next(batches(data, part))[0]
+    net = model.net.eval().requires_grad_(False)
+    try:
+        small = compact(net, example) if gated_units(net) else CompactModel(copy.deepcopy(net))
+        exported = export_model(small.model, example, given.output, given.format)
+    except ValueError as error:
+        raise cli_error(one_line(str(error))) from error
+    for note in small.notes:
+        print(note)
+    rich.print(measure_savings(net, small, example, sizes).table())
+    size = "any size" if exported.any_batch_size else f"{len(example)}"
+    print(
+        f"{exported.file}: {exported.file.stat().st_size:,} bytes, for batches of {size}; largest "
+        f"difference {exported.difference:.1e}, relative to the largest output."
+    )
+    _print_scores([net, lambda x: exported.run(x)[0]], data, part)
+
+
+def _print_scores(runs: list[Run], data: Any, part: str) -> None:
+    measure, (before, after) = scores(runs, batches(data, part))
+    name = measure[0].upper() + measure[1:]
+    print(f"{name} on the {part} split: {before:.2%} before, {after:.2%} after.")
 
 
 def _compact_net(

@@ -15,8 +15,9 @@ from dg_lightning.configs import config_path, resolve_config_paths
 _WITHOUT_EFFECT = re.compile(
     r"--(data\.(init_args\.)?(root|cache_dir)|trainer\.(logger(\..*)?|enable_progress_bar))$"
 )
-# Placeholder for the trial's seed in an option, as in `data.split_seed={seed}`.
-_SEED = "{seed}"
+# Placeholders: the trial's seed in an option, as in `data.split_seed={seed}`, and the dataset in
+# the name of a config.
+_SEED, _DATASET = "{seed}", "{dataset}"
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Variant:
 
     Args:
         config: Config file, or the short name of a shipped one; `<dataset>/<variant>` if None.
+            `{dataset}` is replaced with the dataset, so one study can serve several.
         options: Dotted options of `fit`, such as `trainer.max_epochs=20`, applied after those of
             the study. `{seed}` is replaced with the seed.
     """
@@ -97,7 +99,8 @@ def plan_trials(
     planned = []
     for seed in seeds:
         for name, variant in variants.items():
-            path = config_path(variant.config or f"{dataset}/{name}")
+            config = variant.config or f"{dataset}/{name}"
+            path = config_path(config.replace(_DATASET, dataset))
             texts = [o.replace(_SEED, str(seed)) for o in [*options, *variant.options]]
             given = resolve_config_paths([as_option(text) for text in texts])
             arguments = (f"--config={path}", *given, f"--seed_everything={seed}")

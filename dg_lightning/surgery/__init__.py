@@ -7,22 +7,26 @@ close. `convert` turns a trained Transformer into one that selects feed-forward 
 
 from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
+from .exporting import ExportedModel, export_model
 from .finding import Units, UnitSearchResult, find_units
-from .gating import add_gates, remove_gates, restore_gates
+from .gating import add_gates, load_weights, remove_gates, restore_gates
 from .pruning import prune
 from .savings import Savings, measure_savings
 
 __all__ = [
     "CompactModel",
     "Converted",
+    "ExportedModel",
     "Savings",
     "UnitSearchResult",
     "Units",
     "add_gates",
     "compact",
     "convert",
+    "export_model",
     "find_units",
     "load_compact",
+    "load_weights",
     "measure_savings",
     "prune",
     "remove_gates",

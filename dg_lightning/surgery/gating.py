@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from dg_lightning.arguments import renamed
@@ -275,6 +277,86 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
                 ) from error
             if not gated_units(part):
                 install_gates(part, found, settings)
+
+
+def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any]) -> list[str]:
+    """Load weights into a model with or without gates from one with or without gates.
+
+    Gates that only the model has keep their values. Gates that only the source has are left out,
+    with a warning, and the units that they close compute again. `restore_gates` adds them instead.
+    A prefix that all names of one side share, such as `model.` in a LightningModule, may be missing
+    on the other side.
+
+    Args:
+        model: The model to load into.
+        source: A checkpoint, a safetensors file or a state dict.
+
+    Returns:
+        The names of the gates that were left out.
+
+    Raises:
+        ValueError: If weights other than those of gates are missing, left over or of another shape.
+            The model is not changed.
+    """
+    state = _state_in(source)
+    own = model.state_dict()
+    needed, offered = (
+        [k for k in keys if _GATE not in k.split(".")] for keys in (own.keys(), state.keys())
+    )
+    state = _renamed(state, needed, offered)
+    left_out = sorted({_gate_name(k) for k in state if _GATE in k.split(".") and k not in own})
+    fitting = {k: v for k, v in state.items() if k in own or _GATE not in k.split(".")}
+    name = type(model).__name__
+    if missing := [key for key in needed if key not in fitting]:
+        raise ValueError(f"The source lacks {missing[0]}, which {name} has: pass another one.")
+    if extra := [key for key in fitting if key not in own]:
+        raise ValueError(f"The source has {extra[0]}, which {name} lacks: pass another one.")
+    for key, value in fitting.items():
+        if value.shape != own[key].shape:
+            raise ValueError(
+                f"{key} must have the shape {tuple(own[key].shape)}, got {tuple(value.shape)}: a "
+                "compact model is loaded by `load_compact`."
+            )
+    model.load_state_dict(own | fitting)
+    if left_out:
+        rank_zero_warn(
+            f"{name} has no place for {len(left_out)} gates, such as {left_out[0]}: the units that "
+            "they closed compute again. Use `restore_gates` to add them."
+        )
+    return left_out
+
+
+def _state_in(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors in a file or a state dict, by name."""
+    content: Any = source
+    if isinstance(source, str | Path):
+        if Path(source).suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content = load_file(source)
+        else:
+            content = torch.load(source, map_location="cpu", weights_only=True)
+    found = content.get("state_dict", content)
+    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+
+def _renamed(state: dict[str, Tensor], needed: list[str], offered: list[str]) -> dict[str, Tensor]:
+    """Return a state under the model's names, if one side has a prefix that the other lacks."""
+    if not needed or set(needed) <= set(offered):
+        return state
+    for prefix in {key.removesuffix(needed[0]) for key in offered if key.endswith(needed[0])}:
+        if all(prefix + key in state for key in needed):
+            return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    for prefix in {key.removesuffix(offered[0]) for key in needed if key.endswith(offered[0])}:
+        if all(prefix + key in needed for key in offered):
+            return {prefix + key: value for key, value in state.items()}
+    return state
+
+
+def _gate_name(key: str) -> str:
+    """Return the name of the gate that a weight belongs to."""
+    parts = key.split(".")
+    return ".".join(parts[: parts.index(_GATE) + 1])
 
 
 def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSettings]) -> None:

@@ -57,7 +57,17 @@ def test_runs_alone_on_a_foreign_module_twice_and_logs_what_it_says(
         trainer.fit(model, data())
         assert trainer.global_step == 12
     keys = {key.split("/")[0] for key in trainer.callback_metrics}
-    assert keys <= {"loss", "val", "gates", "collapse", "rewiring", "routing", "compute", "dormant"}
+    assert keys <= {
+        "loss",
+        "val",
+        "gates",
+        "collapse",
+        "rewiring",
+        "routing",
+        "compute",
+        "dormant",
+        "distill",
+    }
     trainer.fit_loop.epoch_loop.max_steps = 16  # the same Trainer goes on
     trainer.fit(model, data())
     assert trainer.global_step == 16
@@ -99,7 +109,7 @@ def test_a_module_without_gates_is_refused_where_gates_are_needed(
     model = Foreign()
     model.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     trainer = trainer_for([make(name)], tmp_path)
-    if name in ("ExactResume", "StaticSparse"):
+    if name in ("Distill", "ExactResume", "StaticSparse"):
         trainer.fit(model, data())
         return
     if name == "AddGates":

@@ -1,0 +1,182 @@
+"""Export any model to a program that runs without its class, and compare the two."""
+
+import copy
+import inspect
+import io
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from dg_lightning.files import atomic_write
+from dg_lightning.surgery.recording import arguments_of
+
+ProgramFormat: TypeAlias = Literal["pt2", "onnx"]
+_TOLERANCE = 1e-4  # relative to the largest output
+_COMPARED = 3  # batch size of the second comparison
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model that was written as a program.
+
+    Args:
+        file: The written file.
+        difference: Largest difference of its outputs, relative to the largest output.
+        any_batch_size: Whether it takes batches of any size, or only of the example's.
+        run: Function that runs the file and returns its output tensors in order.
+    """
+
+    file: Path
+    difference: float
+    any_batch_size: bool
+    run: Callable[..., list[Tensor]] = field(repr=False)
+
+
+def export_model(
+    model: nn.Module, example: Any, output: str | Path, format: ProgramFormat | None = None
+) -> ExportedModel:
+    """Write a model to a file that runs without its class, and compare the file's outputs.
+
+    It is meant for the `model` of `compact` and `prune`, of any class. The program takes batches of
+    any size, if the model allows that, and other dimensions as in the example.
+
+    Args:
+        model: A model. It is not changed.
+        example: Example inputs, as in `find_units`, whose tensors have one entry per sample.
+        output: The file to write.
+        format: `pt2` (a `torch.export` program) or `onnx`; the default is the file's suffix.
+
+    Raises:
+        ValueError: If the model cannot be exported.
+        RuntimeError: If the outputs of the file differ from the model's.
+
+    >>> net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> file = getfixture("tmp_path") / "net.pt2"
+    >>> export_model(net, torch.randn(1, 8), file).any_batch_size
+    True
+    """
+    path = Path(output)
+    given = format or path.suffix.removeprefix(".")
+    if given not in ("pt2", "onnx"):
+        raise ValueError(
+            f"`output` must end in .pt2 or .onnx, got {str(output)!r}: or pass `format`."
+        )
+    copied: Any = copy.deepcopy(model).cpu().float().eval()
+    if getattr(getattr(copied, "config", None), "use_cache", False):
+        copied.config.use_cache = False  # a program returns tensors, no cache of keys and values
+    args, kwargs = _replaced(arguments_of(copied, example), Tensor.cpu)
+    size = _batch_size((args, kwargs))
+    # A batch of one would be taken for a constant.
+    args, kwargs = _resized((args, kwargs), size, max(size, 2))
+    size = max(size, 2)
+    try:
+        program = _exported(copied, args, kwargs, size)
+    except Exception as error:  # torch raises many kinds of errors here
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{type(model).__name__} cannot be exported ({reason}): save it with `save_compact`."
+        ) from error
+    with atomic_write(path) as unfinished:
+        if given == "pt2":
+            content = io.BytesIO()  # torch aborts the process if it cannot write a file
+            torch.export.save(program, content)
+            unfinished.write_bytes(content.getvalue())
+        else:
+            _write_onnx(program, unfinished)
+        run = _runner(given, unfinished)
+        difference = _difference(run, copied, args, kwargs)
+        any_size = True
+        try:
+            more = _resized((args, kwargs), size, _COMPARED)
+            difference = max(difference, _difference(run, copied, *more))
+        except Exception:  # a fixed size: torch and onnxruntime raise different errors
+            any_size = False
+        if not difference < _TOLERANCE:
+            raise RuntimeError(
+                f"{path} was not written: its outputs differ by {difference:.1e} of the largest "
+                f"output of the model, more than {_TOLERANCE:.0e}."
+            )
+    return ExportedModel(path, difference, any_size, _runner(given, path))
+
+
+def _exported(model: nn.Module, args: Any, kwargs: Any, size: int) -> Any:
+    def free(tensor: Tensor) -> Any:
+        batched = tensor.ndim > 0 and len(tensor) == size
+        return {0: torch.export.Dim.AUTO} if batched else None
+
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    shapes = {name: _replaced(value, free) for name, value in given.items()}
+    with torch.no_grad():
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+
+
+def _write_onnx(program: Any, path: Path) -> None:
+    # Silence warnings about operators in other packages.
+    logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
+    written = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert written is not None
+    written.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
+
+
+def _runner(format: str, path: Path) -> Callable[..., list[Tensor]]:
+    """Return a function that runs the file and returns its output tensors."""
+    if format == "pt2":
+        with path.open("rb") as file:
+            program: Any = torch.export.load(file).module()
+        return lambda *args, **kwargs: _tensors(program(*args, **kwargs))
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(*args: Any, **kwargs: Any) -> list[Tensor]:
+        values = [tensor.numpy() for tensor in _tensors((args, kwargs))]
+        return [
+            torch.from_numpy(x) for x in session.run(None, dict(zip(names, values, strict=True)))
+        ]
+
+    return run
+
+
+@torch.no_grad()
+def _difference(
+    run: Callable[..., list[Tensor]], model: nn.Module, args: Any, kwargs: Any
+) -> float:
+    expected = _tensors(model(*args, **kwargs))
+    found = run(*args, **kwargs)
+    if [x.shape for x in found] != [x.shape for x in expected]:
+        return float("inf")
+    largest = max(float(x.abs().max()) for x in expected)
+    furthest = max(float((x - y).abs().max()) for x, y in zip(found, expected, strict=True))
+    return furthest / max(largest, 1e-12)
+
+
+def _batch_size(inputs: Any) -> int:
+    return next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), 1)
+
+
+def _resized(inputs: Any, size: int, wanted: int) -> Any:
+    """Return inputs with samples repeated or left out, for another batch size."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        batched = tensor.ndim > 0 and len(tensor) == size
+        return tensor[torch.arange(wanted) % size] if batched else tensor
+
+    return _replaced(inputs, resize)
+
+
+def _replaced(values: Any, function: Callable[[Tensor], Any]) -> Any:
+    return apply_to_collection(values, Tensor, function)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return all tensors in nested values, in order."""
+    found: list[Tensor] = []
+    apply_to_collection(values, Tensor, found.append)
+    return found

@@ -1,0 +1,105 @@
+"""Weights go into a model with or without gates, from one with or without gates."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dg_lightning.surgery import add_gates, load_weights
+from dg_lightning.surgery.gating import gated_units
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def gated(seed: int) -> nn.Sequential:
+    model = net(seed)
+    add_gates(model, feed_forward={"kind": "static"}, example=X)
+    ((_, gate),) = gated_units(model).values()
+    gate.logit.data[:4] = -9.0 - seed  # type: ignore[union-attr, index]
+    return model.eval()
+
+
+def test_a_plain_model_gets_the_weights_behind_gates_and_says_so() -> None:
+    source, model = gated(1), net(2)
+    with pytest.warns(UserWarning, match=r"1 gates, such as 2\.dg_gate"):
+        assert load_weights(model, source.state_dict()) == ["2.dg_gate"]
+    assert torch.equal(model(X), net(1)(X))
+    assert not torch.equal(model(X), source(X))  # whose gates are closed
+
+
+def test_a_gated_model_keeps_its_gates_over_plain_weights() -> None:
+    model = gated(2)
+    assert load_weights(model, net(1).state_dict()) == []
+    expected = gated(1)
+    ((_, gate),) = gated_units(model).values()
+    assert float(gate.logit[0]) == -11.0  # type: ignore[index]
+    assert torch.equal(model(X), expected(X))
+
+
+def test_gates_are_loaded_where_both_have_them() -> None:
+    model = gated(2)
+    assert load_weights(model, gated(1).state_dict()) == []
+    ((_, gate),) = gated_units(model).values()
+    assert float(gate.logit[0]) == -10.0  # type: ignore[index]
+
+
+class Module(pl.LightningModule):
+    """A LightningModule around a model, with a buffer of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_files_of_lightning_modules_and_of_plain_models(suffix: str, tmp_path: Path) -> None:
+    path, state = tmp_path / f"weights{suffix}", Module(net(1)).state_dict()
+    if suffix == ".ckpt":
+        torch.save({"state_dict": state, "epoch": 3}, path)
+    else:
+        save_file(state, path)
+    model = net(2)
+    load_weights(model, path)
+    assert torch.equal(model(X), net(1)(X))
+    inner = gated(2)
+    load_weights(inner, path)
+    assert torch.equal(inner(X), gated(1)(X))
+
+
+def test_a_lightning_module_takes_the_weights_of_its_model() -> None:
+    class Whole(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gated(2)
+
+    module = Whole()
+    load_weights(module, net(1).state_dict())
+    assert torch.equal(module.model(X), gated(1)(X))
+
+
+def test_other_weights_are_refused_and_change_nothing() -> None:
+    model = net(2)
+    before = copy.deepcopy(model.state_dict())
+    wide = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)).state_dict()
+    with pytest.raises(ValueError, match=r"0\.weight must have the shape \(8, 6\), got \(9, 6\)"):
+        load_weights(model, wide)
+    lacking = {key: value for key, value in net(1).state_dict().items() if key != "2.bias"}
+    with pytest.raises(ValueError, match=r"lacks 2\.bias"):
+        load_weights(model, lacking)
+    with pytest.raises(ValueError, match=r"has 5\.bias"):
+        load_weights(model, {**net(1).state_dict(), "5.bias": torch.zeros(3)})
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
