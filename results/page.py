@@ -109,23 +109,34 @@ def of_trials(study: Study) -> str:
     for v in study.variants:
         losses = [100 * x for x in study.values(v, "landing_loss") if not math.isnan(x)]
         used = f"{100 * statistics.fmean(study.used(v)):.1f}"
-        figures = [study.percent(v, "val_accuracy"), study.percent(v), f"{statistics.fmean(losses):+.2f}"]
-        lines.append([f"`{v}`", str(len(study.values(v, "seed"))), *figures, used, study.open_rates(v)])
+        figures = [
+            study.percent(v, "val_accuracy"),
+            study.percent(v),
+            f"{statistics.fmean(losses):+.2f}",
+        ]
+        lines.append(
+            [f"`{v}`", str(len(study.values(v, "seed"))), *figures, used, study.open_rates(v)]
+        )
     columns = ["variant", "runs", "validation accuracy, %", "test accuracy, %"]
     columns += ["lost in the landing, points", "MACs, %", "open by gate, %"]
     return markdown_table(columns, lines)
 
 
 def winners(studies: dict[str, Study]) -> str:
-    """Return the most accurate method at each share of the MACs, and the best of those with gates."""
+    """Return the most accurate method at each share of the MACs, and the best with gates."""
     lines = []
     for title, study in studies.items():
         line = [title, study.percent("baseline")]
         for share in CURVE_SHARES:
-            means = {m: statistics.fmean(study.values(f"{v}_{share}", "accuracy")) for m, v in CURVES.items()}
+            means = {
+                m: statistics.fmean(study.values(f"{v}_{share}", "accuracy"))
+                for m, v in CURVES.items()
+            }
             order = sorted(means, key=means.__getitem__, reverse=True)
             gates = next(method for method in order if "gates" in method)
-            line.append(", ".join(f"{m} {100 * means[m]:.2f}" for m in dict.fromkeys([order[0], gates])))
+            line.append(
+                ", ".join(f"{m} {100 * means[m]:.2f}" for m in dict.fromkeys([order[0], gates]))
+            )
         lines.append(line)
     shares = [f"at {share} %" for share in CURVE_SHARES]
     return markdown_table(["dataset", "dense", *shares], lines, words=4 + len(shares) - 3)
@@ -256,7 +267,17 @@ def page() -> str:
         keep_trailing_newline=True,
     )
     named: Any = (summary, recipes, ramps_and_budgets, budgets, input_pays, worst_miss, of_tasks)
-    named = (*named, of_trials, winners, of_drift, of_time_scales, of_tables, of_text, gap_by_seed, of_plasticity)
+    named = (
+        *named,
+        of_trials,
+        winners,
+        of_drift,
+        of_time_scales,
+        of_tables,
+        of_text,
+        gap_by_seed,
+        of_plasticity,
+    )
     tables: dict[str, Any] = {function.__name__: function for function in named}
     made: dict[str, Any] = {path.stem: Study(path.stem) for path in sorted(HERE.glob("*.csv"))}
     made["curves"] = {title: Study("curves", name) for title, name in CURVE_DATASETS.items()}

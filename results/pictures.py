@@ -92,10 +92,12 @@ def accuracy_against_macs() -> None:
 
 
 def curves() -> None:
-    """Draw accuracy against MACs at six budgets; a grey line joins the points no other dominates."""
+    """Draw accuracy against MACs at six budgets, and join the points that no other dominates."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     shares = (5, 10, 20, 30, 50, 75)
-    for axes, (title, dataset) in zip(figure.subplots(2, 2).flat, CURVE_DATASETS.items(), strict=True):
+    for axes, (title, dataset) in zip(
+        figure.subplots(2, 2).flat, CURVE_DATASETS.items(), strict=True
+    ):
         study = Study("curves", dataset)
         (dense,) = set(study.values("baseline", "macs_dense"))
         points = []

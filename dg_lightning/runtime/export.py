@@ -68,20 +68,7 @@ def export(
         RuntimeError: If the outputs of the loaded net differ from those of the original.
         OSError: If the file cannot be written. An existing file is not changed.
     """
-    if format not in _SUFFIXES:
-        raise ValueError(f"`format` must be one of {', '.join(_SUFFIXES)}, got {format!r}.")
-    if not output.name:
-        raise ValueError(f"`output` must be a file, got {str(output)!r}: add a file name.")
-    suffix = _SUFFIXES[format]
-    if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
-        other = output.suffix.removeprefix(".")
-        raise ValueError(
-            f"{output} has the wrong suffix for {format}: use --format {other}, or a file name "
-            f"that ends in {suffix}."
-        )
-    if output.is_dir():
-        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
-    output = output if output.suffix == suffix else output.with_name(output.name + suffix)
+    output = output_file(output, format)
     companions = _companion_files(output, made) if format == "safetensors" else {}
     small = copy.deepcopy(made.net).cpu().float().eval()
     masked = copy.deepcopy(net).cpu().float().eval()
@@ -109,6 +96,24 @@ def export(
     for path, text in companions.items():
         write_text(path, text)
     return Exported([output, *companions], difference, _load_runner(format, output))
+
+
+def output_file(output: Path, format: Format) -> Path:
+    """Return the file to write, with the suffix of its format."""
+    if format not in _SUFFIXES:
+        raise ValueError(f"`format` must be one of {', '.join(_SUFFIXES)}, got {format!r}.")
+    if not output.name:
+        raise ValueError(f"`output` must be a file, got {str(output)!r}: add a file name.")
+    suffix = _SUFFIXES[format]
+    if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
+        other = output.suffix.removeprefix(".")
+        raise ValueError(
+            f"{output} has the wrong suffix for {format}: use --format {other}, or a file name "
+            f"that ends in {suffix}."
+        )
+    if output.is_dir():
+        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
+    return output if output.suffix == suffix else output.with_name(output.name + suffix)
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from .conversion import Converted, convert
 from .exporting import ExportedModel, export_model
 from .finding import Units, UnitSearchResult, find_units
 from .gating import add_gates, load_weights, remove_gates, restore_gates
+from .latency import LatencyTable, measure_latency
 from .pruning import prune
 from .savings import Savings, measure_savings
 
@@ -17,6 +18,7 @@ __all__ = [
     "CompactModel",
     "Converted",
     "ExportedModel",
+    "LatencyTable",
     "Savings",
     "UnitSearchResult",
     "Units",
@@ -27,6 +29,7 @@ __all__ = [
     "find_units",
     "load_compact",
     "load_weights",
+    "measure_latency",
     "measure_savings",
     "prune",
     "remove_gates",

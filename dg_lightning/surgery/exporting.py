@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from dg_lightning.files import atomic_write
+from dg_lightning.runtime.export import output_file
 from dg_lightning.surgery.recording import arguments_of
 
 ProgramFormat: TypeAlias = Literal["pt2", "onnx"]
@@ -61,12 +62,12 @@ def export_model(
     >>> export_model(net, torch.randn(1, 8), file).any_batch_size
     True
     """
-    path = Path(output)
-    given = format or path.suffix.removeprefix(".")
+    given: Any = format or Path(output).suffix.removeprefix(".")
     if given not in ("pt2", "onnx"):
         raise ValueError(
             f"`output` must end in .pt2 or .onnx, got {str(output)!r}: or pass `format`."
         )
+    path = output_file(Path(output), given)
     copied: Any = copy.deepcopy(model).cpu().float().eval()
     if getattr(getattr(copied, "config", None), "use_cache", False):
         copied.config.use_cache = False  # a program returns tensors, no cache of keys and values

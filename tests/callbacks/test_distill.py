@@ -19,7 +19,7 @@ X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(24) % 3
 
 
-def net(seed: int = 0) -> nn.Sequential:
+def net(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -30,9 +30,9 @@ class Module(pl.LightningModule):
     def __init__(self, own: float = 0.0, model: nn.Module | None = None) -> None:
         super().__init__()
         self.own = own
-        self.net = net() if model is None else model
+        self.net: Any = net() if model is None else model
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.own * F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
@@ -58,7 +58,8 @@ def loader(size: int = 12) -> DataLoader[Any]:
 def kl(own: Tensor, taught: Tensor, temperature: float) -> Tensor:
     """Hinton, Vinyals and Dean's distance (arXiv:1503.02531), by torch.distributions."""
     pair = [torch.distributions.Categorical(logits=x / temperature) for x in (taught, own)]
-    return torch.distributions.kl_divergence(*pair).mean() * temperature**2
+    distance: Tensor = torch.distributions.kl_divergence(*pair).mean() * temperature**2
+    return distance
 
 
 def relative_square(own: Tensor, taught: Tensor) -> Tensor:
@@ -67,7 +68,8 @@ def relative_square(own: Tensor, taught: Tensor) -> Tensor:
 
 def one_minus_cosine(own: Tensor, taught: Tensor) -> Tensor:
     dot = (own * taught).sum(-1)
-    return (1 - dot / own.norm(dim=-1) / taught.norm(dim=-1)).mean()
+    mean: Tensor = (1 - dot / own.norm(dim=-1) / taught.norm(dim=-1)).mean()
+    return mean
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ class Adversarial(Module):
         self.automatic_optimization = False
         self.other = nn.Parameter(torch.ones(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         output = self.net(batch[0])
         self.manual_backward(self.other.square())
@@ -269,9 +271,10 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(Module(), teacher=Pair(), output=2)
     with pytest.raises(ValueError, match="pass `teacher`"):
         fit(Module(model=GatedMLP(6, [8], 3, gate={"kind": "static"})))
-    for wrong in ({"weight": -1.0}, {"temperature": 0.0}, {"measure": "l1"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Distill(**wrong)  # type: ignore[arg-type]
+    settings: Any
+    for settings in ({"weight": -1.0}, {"temperature": 0.0}, {"measure": "l1"}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            Distill(**settings)
 
 
 def test_the_teacher_is_not_trained_and_rests_in_validation(tmp_path: Path) -> None:

@@ -183,3 +183,55 @@ def test_an_interruption_is_one_line_and_leaves_nothing_unfinished(
     assert stopped.value.code == 130
     assert capsys.readouterr().err == "dg-lightning: interrupted.\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a Vision Transformer with gates on its units and heads."""
+    folder = tmp_path_factory.mktemp("vit")
+    net = "--model.net=dg_lightning.layers.VisionTransformer"
+    sizes = ["patch=2", "width=16", "depth=1", "heads=4"]
+    gates = "{feed_forward: {kind: static}, heads: {kind: static, min_open: 1}}"
+    callbacks = (
+        f"[{{class_path: AddGates, init_args: {gates}}}, "
+        "{class_path: BudgetController, init_args: {budget: 0.6}}]"
+    )
+    main(
+        ["fit", "--model=dg_lightning.GatedClassifier", net]
+        + [f"--model.net.{size}" for size in sizes]
+        + ["--data=dg_lightning.datamodules.DigitsDataModule", "--model.gate_lr_factor=10"]
+        + [f"--trainer.callbacks={callbacks}", f"--trainer.default_root_dir={folder}", *FIT]
+    )
+    return next(folder.rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+def test_a_transformer_is_exported_without_its_closed_units(
+    transformer: Path, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--format", format, "--output", str(tmp_path / "net"), "--batch_sizes=[1]"]
+    main(["export", "--ckpt_path", str(transformer), *output])
+    said = capsys.readouterr().out
+    assert (tmp_path / f"net.{format}").is_file()
+    before, after = re.findall(r"([\d.]+)% (?:before|after)", said)
+    assert before == after
+    parameters = re.search(r"parameters\D+([\d,]+)\D+([\d,]+)", said)
+    assert parameters is not None
+    whole, small = (int(number.replace(",", "")) for number in parameters.groups())
+    assert small < whole
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--format=safetensors", "--format pt2"), ("--min_usage=0.1", "need a GatedMLP")],
+)
+def test_what_needs_a_gated_mlp_is_refused(
+    transformer: Path, option: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--format=pt2", "--output", str(tmp_path / "net")]
+    with pytest.raises(SystemExit):
+        main(["export", "--ckpt_path", str(transformer), *output, option])
+    error = capsys.readouterr().err
+    assert said in error
+    assert "VisionTransformer" in error

@@ -13,23 +13,23 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from dg_lightning.surgery import CompactModel, export_model, prune
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"input_ids": torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))}
 
 
 def bert() -> CompactModel:
     torch.manual_seed(0)
     config = BertConfig(vocab_size=50, intermediate_size=64, **SIZES)
-    model = BertForSequenceClassification(config).eval()
-    return prune(model, [TOKENS], 0.5, criterion="magnitude", layers=["*.output.dense"])
+    model: Any = BertForSequenceClassification(config)
+    return prune(model.eval(), [TOKENS], 0.5, criterion="magnitude", layers=["*.output.dense"])
 
 
 def gpt2() -> CompactModel:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, bos_token_id=0)
     config.eos_token_id = 0
-    model = GPT2LMHeadModel(config).eval()
-    return prune(model, [TOKENS], 0.5, criterion="magnitude", uniform=False)
+    model: Any = GPT2LMHeadModel(config)
+    return prune(model.eval(), [TOKENS], 0.5, criterion="magnitude", uniform=False)
 
 
 def resnet() -> CompactModel:

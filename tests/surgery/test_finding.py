@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import GroupedAttention
+from zoo_models import GroupedAttention
 
 from dg_lightning import GatedMLP
 from dg_lightning.surgery import find_units

@@ -24,9 +24,13 @@ def net(seed: int) -> nn.Sequential:
 def gated(seed: int) -> nn.Sequential:
     model = net(seed)
     add_gates(model, feed_forward={"kind": "static"}, example=X)
-    ((_, gate),) = gated_units(model).values()
-    gate.logit.data[:4] = -9.0 - seed  # type: ignore[union-attr, index]
+    logit_of(model).data[:4] = -9.0 - seed
     return model.eval()
+
+
+def logit_of(model: nn.Module) -> Any:
+    ((_, gate),) = gated_units(model).values()
+    return gate.logit
 
 
 def test_a_plain_model_gets_the_weights_behind_gates_and_says_so() -> None:
@@ -41,16 +45,14 @@ def test_a_gated_model_keeps_its_gates_over_plain_weights() -> None:
     model = gated(2)
     assert load_weights(model, net(1).state_dict()) == []
     expected = gated(1)
-    ((_, gate),) = gated_units(model).values()
-    assert float(gate.logit[0]) == -11.0  # type: ignore[index]
+    assert float(logit_of(model)[0]) == -11.0
     assert torch.equal(model(X), expected(X))
 
 
 def test_gates_are_loaded_where_both_have_them() -> None:
     model = gated(2)
     assert load_weights(model, gated(1).state_dict()) == []
-    ((_, gate),) = gated_units(model).values()
-    assert float(gate.logit[0]) == -10.0  # type: ignore[index]
+    assert float(logit_of(model)[0]) == -10.0
 
 
 class Module(pl.LightningModule):

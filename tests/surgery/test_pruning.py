@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import ZOO
+from zoo_models import ZOO
 
 from dg_lightning.surgery import prune
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import ZOO, run
 from zoo_builders import class_of, hugging_face
 from zoo_language import GROUPED
+from zoo_models import ZOO, run
 
 from dg_lightning import add_gates, gate_layers
 from dg_lightning.surgery import CompactModel, compact, load_compact

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import GroupedAttention, run
+from zoo_models import GroupedAttention, run
 
 from dg_lightning import (
     GatedClassifier,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from zoo import ZOO, Architecture, run
 from zoo_builders import hugging_face
 from zoo_language import GROUPED
+from zoo_models import ZOO, Architecture, run
 
 from dg_lightning import add_gates, gate_layers, param_groups, remove_gates
 from dg_lightning.callbacks import AddGates, GatePenalty, RigL

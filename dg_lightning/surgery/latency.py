@@ -1,0 +1,151 @@
+"""Find the budget of MACs that takes a given share of the time on this machine."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from dg_lightning.budget.budget import gate_budgets
+from dg_lightning.gates import gate_layers
+from dg_lightning.runtime.timing import median_seconds
+from dg_lightning.surgery.compaction import compact
+from dg_lightning.surgery.gating import gated_units, remove_gates
+from dg_lightning.surgery.recording import arguments_of
+
+_MULTIPLES = (1, 8, 32, 64)
+_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+_CLOSED = -10.0  # a logit whose p is below every useful threshold
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Measured times of compact versions of a model.
+
+    Args:
+        multiple: The multiple of widths that was fastest, for `compact(..., multiple=...)`.
+        macs: MACs of each version relative to dense, as `BudgetController` counts them.
+        times: Time of each version relative to the model without gates.
+    """
+
+    multiple: int
+    macs: list[float]
+    times: list[float]
+
+    def budget(self, latency: float) -> float:
+        """Return the share of the MACs that takes a share of the time.
+
+        Raises:
+            ValueError: If no version is as fast.
+        """
+        if not 0 < latency <= 1:
+            raise ValueError(f"`latency` must be in (0, 1], got {latency}.")
+        points = sorted(zip(self.macs, self.times, strict=True), reverse=True)
+        for (more, slower), (less, faster) in pairwise([(1.0, 1.0), *points]):
+            if slower <= latency:
+                return more
+            if faster <= latency:
+                return less + (more - less) * (latency - faster) / (slower - faster)
+        fastest = min(self.times)
+        raise ValueError(
+            f"`latency` must be at least {fastest:.2f} on this machine, got {latency}: even with "
+            f"{min(self.macs):.0%} of the MACs, the model takes {fastest:.0%} of the time."
+        )
+
+
+def measure_latency(
+    model: nn.Module,
+    example: Any,
+    *,
+    batch_size: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    shares: Sequence[float] = _SHARES,
+    multiples: Sequence[int] = _MULTIPLES,
+) -> LatencyTable:
+    """Time compact versions of a model on this machine, which keep other shares of all units.
+
+    The table says which budget takes, for example, half of the time. Pass it to `BudgetController`,
+    and compact the trained model with the table's `multiple`.
+
+    Args:
+        model: A model with static gates. It is not changed, and its gates may be untrained.
+        example: Example inputs, as in `find_units`, whose tensors have one entry per sample.
+        batch_size: Number of samples per call (default: that of the example).
+        device: Where to run (default: the model's device).
+        dtype: Type of the weights and of floating-point inputs (default: the model's).
+        shares: Shares of the units that the versions keep.
+        multiples: Multiples of widths to choose from.
+    """
+    if not gated_units(model):
+        raise ValueError(f"{type(model).__name__} has no gates: call `add_gates` first.")
+    twin = copy.deepcopy(model).eval()
+    args, kwargs = arguments_of(twin, example)
+    place = torch.device(device) if device is not None else next(twin.parameters()).device
+    timed = _converted(_resized((args, kwargs), batch_size), place, dtype)
+    dense = copy.deepcopy(twin)
+    remove_gates(dense)
+    runs = {"dense": _call(dense.to(place, dtype), timed)}
+    for multiple in dict.fromkeys(multiples):
+        runs[str(multiple)] = _call(_version(twin, example, 0.5, multiple, place, dtype), timed)
+    seconds = median_seconds(runs, place)
+    multiple = min(dict.fromkeys(multiples), key=lambda m: seconds[str(m)])
+    macs = []
+    runs = {"dense": runs["dense"]}
+    for share in shares:
+        _keep(twin, share)
+        with torch.no_grad():
+            twin(*args, **kwargs)
+        macs.append(float(gate_budgets(twin, {"": 1.0}, None, "macs")[""].used()))
+        runs[str(share)] = _call(_version(twin, example, share, multiple, place, dtype), timed)
+    seconds = median_seconds(runs, place)
+    return LatencyTable(multiple, macs, [seconds[str(s)] / seconds["dense"] for s in shares])
+
+
+def _keep(model: nn.Module, share: float) -> None:
+    """Open the first units of every gate, and close the others."""
+    for gate in gate_layers(model).values():
+        logit: Any = getattr(gate, "logit", None)
+        if not isinstance(logit, Tensor):
+            raise ValueError("Latency is measured with static gates only: use `kind='static'`.")
+        logit.data.fill_(-_CLOSED)
+        logit.data[max(1, round(share * len(logit))) :] = _CLOSED
+
+
+def _version(
+    model: nn.Module, example: Any, share: float, multiple: int, device: Any, dtype: Any
+) -> nn.Module:
+    _keep(model, share)
+    return compact(model, example, multiple=multiple).model.to(device, dtype)
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = inputs
+
+    @torch.inference_mode()
+    def call() -> object:
+        return model(*args, **kwargs)
+
+    return call
+
+
+def _resized(inputs: Any, size: int | None) -> Any:
+    if size is None:
+        return inputs
+    index = torch.arange(size)
+
+    def resize(tensor: Tensor) -> Tensor:
+        return tensor[index % len(tensor)] if tensor.ndim else tensor
+
+    return apply_to_collection(inputs, Tensor, resize)
+
+
+def _converted(inputs: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    return apply_to_collection(inputs, Tensor, convert)
