@@ -103,16 +103,19 @@ def curves() -> None:
         points = []
         for label, method in {"dense": "baseline", **CURVES}.items():
             marker, color = STYLES[label]
+            at = (100,) if method == "baseline" else shares
             names = [method] if method == "baseline" else [f"{method}_{share}" for share in shares]
             x = [100 * statistics.fmean(study.values(name, "macs")) / dense for name in names]
             scores = [[100 * value for value in study.values(name, "accuracy")] for name in names]
             y = [statistics.fmean(values) for values in scores]
             spread = [statistics.stdev(values) for values in scores]
-            axes.errorbar(x, y, spread, fmt=marker, color=color, capsize=2, label=label, ms=5)
-            points += list(zip(x, y, strict=True))
-        points.sort()
-        best = [p for i, p in enumerate(points) if all(p[1] > other[1] for other in points[:i])]
-        axes.plot(*zip(*best, strict=True), color="0.6", lw=1, zorder=0)
+            form: dict[str, Any] = {"fmt": f"{marker}-", "color": color, "lw": 0.8, "ms": 5}
+            axes.errorbar(x, y, spread, capsize=2, label=label, **form)
+            points += list(zip(at, y, x, strict=True))
+        # At equal budgets only the best counts, and it must beat all smaller budgets.
+        best = [p for p in sorted(points) if all(p[1] > q[1] for q in points if q[0] < p[0])]
+        best = [p for p in best if all(p[1] >= q[1] for q in best if q[0] == p[0])]
+        axes.plot([p[2] for p in best], [p[1] for p in best], color="0.75", lw=5, zorder=0)
         axes.set_title(title, fontsize=10)
         axes.set_xscale("log")
         axes.set_xticks([*shares, 100], [f"{tick} %" for tick in (*shares, 100)], fontsize=8)

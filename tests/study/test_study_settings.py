@@ -8,6 +8,11 @@ from dg_lightning.cli_error import CLIError
 from dg_lightning.study.settings import Variant, expand_seeds, plan_trials
 
 
+def test_a_config_may_name_the_dataset_of_the_study() -> None:
+    planned = plan_trials("digits", {"dense": Variant("{dataset}/baseline")}, [0], [])
+    assert Path(planned[0].arguments[0].partition("=")[2]).match("digits/baseline.yaml")
+
+
 def test_every_variant_of_a_seed_comes_before_the_next_seed() -> None:
     variants = {"baseline": Variant(), "rigl": Variant()}
     found = plan_trials("digits", variants, [3, 5], [])
