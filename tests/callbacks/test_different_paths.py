@@ -81,7 +81,7 @@ def test_a_gate_that_does_not_run_in_a_batch_has_no_penalty_in_it(
 
 # Those of `PENALTIES` apart, those that look for other layers, and those that call the module.
 ELSEWHERE = {"AddGates", "BudgetController", "MagnitudePruning", "RigL", "RoutingMonitor", "SET"}
-ELSEWHERE |= {"ContinualBackprop", "ReviveDormant"}
+ELSEWHERE |= {"ContinualBackprop", "Distill", "ReviveDormant"}
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - ELSEWHERE))
