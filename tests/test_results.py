@@ -63,10 +63,10 @@ def test_every_run_of_a_variant_was_completed(path: Path) -> None:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert {row["status"] for row in rows} == {"complete"}
-    runs = sorted((row["variant"], int(row["seed"])) for row in rows)
-    variants = {row["variant"] for row in rows}
-    assert variants <= set(config["variants"])
-    assert runs == sorted((v, seed) for v in variants for seed in range(config.get("seeds", 5)))
+    runs = sorted((row["dataset"], row["variant"], int(row["seed"])) for row in rows)
+    variants = {(row["dataset"], row["variant"]) for row in rows}
+    assert {variant for _, variant in variants} <= set(config["variants"])
+    assert runs == sorted((*v, seed) for v in variants for seed in range(config.get("seeds", 5)))
 
 
 def test_a_lead_needs_runs_of_both(two_runs: Any) -> None:
