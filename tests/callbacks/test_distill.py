@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dg_lightning import GatedMLP, gate_layers
@@ -262,7 +263,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(Two(), submodule="body")
     with pytest.raises(RuntimeError, match="`submodule`"):
         fit(Two(), submodule="head")
-    with pytest.raises(ValueError, match="got 'missing'"):
+    with pytest.raises(ValueError, match="has no 'missing'"):
         fit(Module(), layers=["missing"])
     module = Module()
     with pytest.raises(ValueError, match="shares weights"):
@@ -287,3 +288,149 @@ def test_the_teacher_is_not_trained_and_rests_in_validation(tmp_path: Path) -> N
     assert calls == [False] * 4
     assert all(torch.equal(before[key], value) for key, value in teacher.state_dict().items())
     assert not any("teacher" in key for key in module.state_dict())
+
+
+class Changing(nn.Module):
+    """A model that changes its inputs in place, behind a hook that changes them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_forward_pre_hook(scale_inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x.clone().sub_(1))
+        x.zero_()
+        return out
+
+
+def scale_inputs(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 3,)
+
+
+def test_the_teacher_gets_the_inputs_that_the_model_gets(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, [Distill()])
+    trainer.fit(Module(model=Changing()), loader())
+    assert trainer.callback_metrics["distill/loss"] == 0  # it is a copy of the model
+
+
+def test_a_teacher_that_is_passed_on_resuming_is_used(tmp_path: Path) -> None:
+    last = ModelCheckpoint(tmp_path, filename="last")
+    options: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": True}
+    trainer_for(tmp_path, [Distill(), last], -1, **options).fit(Module(1.0), loader())
+    teacher = net(5)
+    trainer = trainer_for(tmp_path, [Distill(teacher)], -1, max_epochs=2)
+    trainer.fit(Module(1.0), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(teacher[0].weight, net(5)[0].weight)
+
+
+class Positional(Masked):
+    """A model whose mask is passed by position."""
+
+
+class OnPositional(OnMasked):
+    """A module that passes a mask by position."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0 * self.net(batch[0].view(-1, 2, 6), mask())["logits"].sum()
+
+
+def test_a_mask_by_position_counts_as_well(tmp_path: Path) -> None:
+    kept = X[:12].view(6, 2, 6)[:, 0]
+    trainer = trainer_for(tmp_path, [Distill(Positional(5))])
+    trainer.fit(OnPositional(model=Positional()), loader())
+    expected = kl(net()(kept), net(5)(kept), 2.0).item()
+    assert trainer.callback_metrics["distill/loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
+class Fixed(nn.Module):
+    """A model that returns values of its own."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values * 1
+
+
+def distance(own: Tensor, taught: Tensor, path: Path, **settings: Any) -> float:
+    class Shown(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 0 * self.net(batch[0]).masked_fill(self.net.values == -torch.inf, 0).sum()
+
+    trainer = trainer_for(path, [Distill(Fixed(taught), **settings)])
+    trainer.fit(Shown(model=Fixed(own)), loader())
+    return trainer.callback_metrics["distill/loss"].item()
+
+
+def test_classes_may_lie_along_another_dimension(tmp_path: Path) -> None:
+    own, taught = torch.randn(2, 2, 4, 5, 3, generator=torch.Generator().manual_seed(3))
+    found = distance(own, taught, tmp_path, dim=1)
+    expected = kl(own.movedim(1, -1), taught.movedim(1, -1), 2.0).item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=r"\(2, 4, 5, 3\): set `dim`"):
+        distance(own, taught, tmp_path)
+    with pytest.raises(ValueError, match="use 'mse'"):
+        distance(own[..., :1, 0, 0], taught[..., :1, 0, 0], tmp_path)
+
+
+def test_classes_that_are_ruled_out_add_nothing(tmp_path: Path) -> None:
+    own, taught = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(4))
+    expected = kl(own[:, :3], taught[:, :3], 2.0).item()
+    own[:, 3] = taught[:, 3] = -torch.inf
+    assert distance(own, taught, tmp_path) == pytest.approx(expected, rel=1e-5)
+
+
+def test_outputs_that_are_all_zero_are_compared_without_their_size(tmp_path: Path) -> None:
+    own = torch.full((5, 4), 0.5)
+    assert distance(own, torch.zeros(5, 4), tmp_path, measure="mse") == pytest.approx(0.25)
+
+
+def test_two_teachers_have_two_names(tmp_path: Path) -> None:
+    teachers = [Distill(net(5), name="a"), Distill(net(6), name="b")]
+    trainer = trainer_for(tmp_path, teachers)
+    trainer.fit(Module(), loader())
+    assert {"distill/loss/a", "distill/loss/b"} <= trainer.callback_metrics.keys()
+
+
+class Bypassing(Adversarial):
+    """A module whose backward pass callbacks do not see."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net(batch[0]).sum().backward()
+
+
+def test_a_teacher_that_no_loss_hears_is_an_error(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, [Distill(net(5), submodule="net")], 8)
+    with pytest.raises(RuntimeError, match="no effect"):
+        trainer.fit(Bypassing(), loader())
+
+
+def test_loading_a_teacher_draws_no_random_numbers(tmp_path: Path) -> None:
+    dense = Module(1.0)
+    trainer = trainer_for(tmp_path, [])
+    trainer.fit(dense, loader())
+    trainer.save_checkpoint(tmp_path / "dense.ckpt")
+    draws = []
+    for callbacks in ([], [Distill(str(tmp_path / "dense.ckpt"), weight=0.0)]):
+        module = Module(1.0)
+        torch.manual_seed(7)
+        trainer_for(tmp_path, callbacks).fit(module, loader())
+        draws.append(torch.rand(()))
+    assert draws[0] == draws[1]
+
+
+class Checkpointed(Module):
+    """A module that computes its model again in the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0 * checkpoint(self.net, batch[0], use_reentrant=False).sum()
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    ends = []
+    for module in (Module(), Checkpointed()):
+        trainer_for(tmp_path, [Distill(net(5))], 3).fit(module, loader())
+        ends.append(module.net[0].weight.detach())
+    assert torch.equal(*ends)
