@@ -19,6 +19,7 @@ process of its own.
 
 import argparse
 import csv
+import math
 import multiprocessing
 import tempfile
 import traceback
@@ -204,8 +205,12 @@ def furthest(own: list[Tensor], others: list[Tensor]) -> float:
     if [x.shape for x in own] != [x.shape for x in others]:
         return float("inf")
     pairs = [(x.double(), y.double()) for x, y in zip(own, others, strict=True) if x.numel()]
-    largest = max(float(y.abs().max()) for _, y in pairs)
-    return max(float((x - y).abs().max()) for x, y in pairs) / max(largest, 1e-12)
+    sizes = [float(y.abs().max()) for _, y in pairs]
+    distances = [
+        float((x - y).abs().max()) / max(size, 1e-3 * max(sizes), 1e-12)
+        for (x, y), size in zip(pairs, sizes, strict=True)
+    ]
+    return max(math.inf if math.isnan(distance) else distance for distance in distances)
 
 
 def other_inputs(example: Any) -> Any:

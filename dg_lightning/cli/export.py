@@ -166,7 +166,7 @@ def _export_any(model: GatedModule, given: Any, sizes: list[int]) -> None:
     try:
         small = compact(net, example) if gated_units(net) else CompactModel(copy.deepcopy(net))
         exported = export_model(small.model, example, given.output, given.format)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         raise cli_error(one_line(str(error))) from error
     for note in small.notes:
         print(note)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from dg_lightning.runtime.export import output_file
 from dg_lightning.surgery.recording import arguments_of
 
 ProgramFormat: TypeAlias = Literal["pt2", "onnx"]
+_Arrange: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _TOLERANCE = 1e-4  # relative to the largest output
 _COMPARED = 3  # batch size of the second comparison
 
@@ -28,7 +30,7 @@ class ExportedModel:
 
     Args:
         file: The written file.
-        difference: Largest difference of its outputs, relative to the largest output.
+        difference: Largest difference of an output, relative to the size of that output.
         any_batch_size: Whether it takes batches of any size, or only of the example's.
         run: Function that runs the file and returns its output tensors in order.
     """
@@ -72,7 +74,8 @@ def export_model(
     copied: Any = copy.deepcopy(model).cpu().float().eval()
     if getattr(getattr(copied, "config", None), "use_cache", False):
         copied.config.use_cache = False  # a program returns tensors, no cache of keys and values
-    args, kwargs = _replaced(arguments_of(copied, example), Tensor.cpu)
+    args, kwargs = _replaced(arguments_of(copied, example), _on_cpu)
+    called = _caller(copied, args, kwargs)
     size = _batch_size((args, kwargs))
     # A batch of one would be taken for a constant.
     args, kwargs = _resized((args, kwargs), size, max(size, 2))
@@ -91,7 +94,7 @@ def export_model(
             unfinished.write_bytes(content.getvalue())
         else:
             _write_onnx(program, unfinished)
-        run = _runner(given, unfinished)
+        run = _runner(given, unfinished, called)
         difference = _difference(run, copied, args, kwargs)
         any_size = True
         try:
@@ -101,10 +104,10 @@ def export_model(
             any_size = False
         if not difference < _TOLERANCE:
             raise RuntimeError(
-                f"{path} was not written: its outputs differ by {difference:.1e} of the largest "
-                f"output of the model, more than {_TOLERANCE:.0e}."
+                f"{path} was not written: an output differs by {difference:.1e} of its size from "
+                f"the model's, more than {_TOLERANCE:.0e}."
             )
-    return ExportedModel(path, difference, any_size, _runner(given, path))
+    return ExportedModel(path, difference, any_size, _runner(given, path, called))
 
 
 def _exported(model: nn.Module, args: Any, kwargs: Any, size: int) -> Any:
@@ -126,37 +129,68 @@ def _write_onnx(program: Any, path: Path) -> None:
     written.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
 
 
-def _runner(format: str, path: Path) -> Callable[..., list[Tensor]]:
+def _runner(format: str, path: Path, called: _Arrange) -> Callable[..., list[Tensor]]:
     """Return a function that runs the file and returns its output tensors."""
     if format == "pt2":
         with path.open("rb") as file:
             program: Any = torch.export.load(file).module()
-        return lambda *args, **kwargs: _tensors(program(*args, **kwargs))
+
+        def run_program(*args: Any, **kwargs: Any) -> list[Tensor]:
+            args, kwargs = called(args, kwargs)
+            return _tensors(program(*args, **kwargs))
+
+        return run_program
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [entry.name for entry in session.get_inputs()]
 
     def run(*args: Any, **kwargs: Any) -> list[Tensor]:
-        values = [tensor.numpy() for tensor in _tensors((args, kwargs))]
-        return [
-            torch.from_numpy(x) for x in session.run(None, dict(zip(names, values, strict=True)))
-        ]
+        values = [tensor.numpy() for tensor in _tensors(called(args, kwargs))]
+        given = dict(zip(names, values, strict=True))
+        return [torch.from_numpy(x) for x in session.run(None, given)]
 
     return run
+
+
+def _caller(model: nn.Module, args: Any, kwargs: Any) -> _Arrange:
+    """Return a function that arranges arguments as in the example, by position and by name."""
+    signature = inspect.signature(model.forward)
+    positional = list(signature.bind_partial(*args).arguments)
+    if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        return lambda args, kwargs: (args, kwargs)
+
+    named = list(kwargs)
+
+    def arrange(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments | bound.kwargs
+        return tuple(given[name] for name in positional), {name: given[name] for name in named}
+
+    return arrange
 
 
 @torch.no_grad()
 def _difference(
     run: Callable[..., list[Tensor]], model: nn.Module, args: Any, kwargs: Any
 ) -> float:
-    expected = _tensors(model(*args, **kwargs))
-    found = run(*args, **kwargs)
+    """Return the largest difference of an output, relative to that output's size."""
+    expected = [x.double() for x in _tensors(model(*args, **kwargs))]
+    found = [x.double() for x in run(*args, **kwargs)]
     if [x.shape for x in found] != [x.shape for x in expected]:
-        return float("inf")
-    largest = max(float(x.abs().max()) for x in expected)
-    furthest = max(float((x - y).abs().max()) for x, y in zip(found, expected, strict=True))
-    return furthest / max(largest, 1e-12)
+        return math.inf
+    sizes = [float(y[y.isfinite()].abs().max()) if y.isfinite().any() else 0.0 for y in expected]
+    distances = [0.0]
+    for x, y, size in zip(found, expected, sizes, strict=True):
+        same = (x == y) | (x.isnan() & y.isnan())
+        if not same.all():
+            furthest = float((x - y)[~same].abs().max()) / max(size, 1e-3 * max(sizes), 1e-12)
+            distances.append(math.inf if math.isnan(furthest) else furthest)
+    return max(distances)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _batch_size(inputs: Any) -> int:

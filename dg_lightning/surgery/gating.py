@@ -280,12 +280,12 @@ def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any]) -> list[str]:
-    """Load weights into a model with or without gates from one with or without gates.
+    """Load weights into a model with or without added gates from one with or without.
 
     Gates that only the model has keep their values. Gates that only the source has are left out,
     with a warning, and the units that they close compute again. `restore_gates` adds them instead.
-    A prefix that all names of one side share, such as `model.` in a LightningModule, may be missing
-    on the other side.
+    One side may have the model under another name, such as `model.` in a LightningModule. What
+    else the source has, such as metrics, is then ignored.
 
     Args:
         model: The model to load into.
@@ -295,29 +295,27 @@ def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any]) -> li
         The names of the gates that were left out.
 
     Raises:
-        ValueError: If weights other than those of gates are missing, left over or of another shape.
-            The model is not changed.
+        ValueError: If weights other than those of gates are missing, left over or of another shape,
+            or if several parts of one side fit. The model is not changed.
     """
-    state = _state_in(source)
-    own = model.state_dict()
-    needed, offered = (
-        [k for k in keys if _GATE not in k.split(".")] for keys in (own.keys(), state.keys())
-    )
-    state = _renamed(state, needed, offered)
-    left_out = sorted({_gate_name(k) for k in state if _GATE in k.split(".") and k not in own})
-    fitting = {k: v for k, v in state.items() if k in own or _GATE not in k.split(".")}
-    name = type(model).__name__
+    name, own = type(model).__name__, model.state_dict()
+    needed = [key for key in own if _gate_of(key) is None]
+    state = _under_names_of(_with_tied(_state_in(source), own), needed, name)
+    gates, other_gates = _gates_in(own), _gates_in(state)
+    shared = {gate for gate, keys in gates.items() if other_gates.get(gate) == keys}
+    fitting = {k: v for k, v in state.items() if _gate_of(k) is None or _gate_of(k) in shared}
     if missing := [key for key in needed if key not in fitting]:
         raise ValueError(f"The source lacks {missing[0]}, which {name} has: pass another one.")
     if extra := [key for key in fitting if key not in own]:
         raise ValueError(f"The source has {extra[0]}, which {name} lacks: pass another one.")
     for key, value in fitting.items():
-        if value.shape != own[key].shape:
+        if isinstance(value, Tensor) and value.shape != own[key].shape:
             raise ValueError(
                 f"{key} must have the shape {tuple(own[key].shape)}, got {tuple(value.shape)}: a "
                 "compact model is loaded by `load_compact`."
             )
     model.load_state_dict(own | fitting)
+    left_out = sorted(other_gates.keys() - shared)
     if left_out:
         rank_zero_warn(
             f"{name} has no place for {len(left_out)} gates, such as {left_out[0]}: the units that "
@@ -326,8 +324,8 @@ def load_weights(model: nn.Module, source: str | Path | Mapping[str, Any]) -> li
     return left_out
 
 
-def _state_in(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors in a file or a state dict, by name."""
+def _state_in(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights in a file or a state dict, by name."""
     content: Any = source
     if isinstance(source, str | Path):
         if Path(source).suffix == ".safetensors":
@@ -337,26 +335,61 @@ def _state_in(source: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
         else:
             content = torch.load(source, map_location="cpu", weights_only=True)
     found = content.get("state_dict", content)
-    return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    return {k: v for k, v in found.items() if isinstance(v, Tensor) or k.endswith("_extra_state")}
 
 
-def _renamed(state: dict[str, Tensor], needed: list[str], offered: list[str]) -> dict[str, Tensor]:
-    """Return a state under the model's names, if one side has a prefix that the other lacks."""
-    if not needed or set(needed) <= set(offered):
+def _with_tied(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the tied weights that files of Hugging Face models leave out."""
+    by_place: dict[Any, list[str]] = {}
+    for key, value in own.items():
+        if isinstance(value, Tensor) and value.numel():
+            by_place.setdefault((value.data_ptr(), value.shape), []).append(key)
+    made = dict(state)
+    for keys in by_place.values():
+        given = next((key for key in keys if key in state), None)
+        if given is not None:
+            made |= {key: state[given] for key in keys if key not in state}
+    return made
+
+
+def _under_names_of(state: dict[str, Any], needed: list[str], name: str) -> dict[str, Any]:
+    """Return a state under the model's names, if one side has the model in a part."""
+    offered = [key for key in state if _gate_of(key) is None]
+    if not needed or not offered or set(needed) <= set(offered):
         return state
-    for prefix in {key.removesuffix(needed[0]) for key in offered if key.endswith(needed[0])}:
-        if all(prefix + key in state for key in needed):
-            return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    for prefix in {key.removesuffix(offered[0]) for key in needed if key.endswith(offered[0])}:
-        if all(prefix + key in needed for key in offered):
-            return {prefix + key: value for key, value in state.items()}
-    return state
+    parts = {key.removesuffix(needed[0]) for key in offered if key.endswith("." + needed[0])}
+    parts = {part for part in parts if all(part + key in state for key in needed)}
+    if len(parts) > 1:
+        raise ValueError(
+            f"Several parts of the source fit {name} ({', '.join(sorted(parts))}): pass the state "
+            "dict of one of them."
+        )
+    for part in parts:
+        return {k.removeprefix(part): v for k, v in state.items() if k.startswith(part)}
+    parts = {key.removesuffix(offered[0]) for key in needed if key.endswith("." + offered[0])}
+    parts = {part for part in parts if all(part + key in needed for key in offered)}
+    if len(parts) > 1:
+        raise ValueError(
+            f"Several parts of {name} fit the source ({', '.join(sorted(parts))}): pass one of "
+            "them."
+        )
+    return {part + key: value for part in parts for key, value in state.items()} or state
 
 
-def _gate_name(key: str) -> str:
-    """Return the name of the gate that a weight belongs to."""
+def _gates_in(state: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the names of the weights of each gate."""
+    gates: dict[str, set[str]] = {}
+    for key in state:
+        gate = _gate_of(key)
+        if gate is not None:
+            gates.setdefault(gate, set()).add(key)
+    return gates
+
+
+def _gate_of(key: str) -> str | None:
+    """Return the name of the added gate that a weight belongs to."""
     parts = key.split(".")
-    return ".".join(parts[: parts.index(_GATE) + 1])
+    return ".".join(parts[: parts.index(_GATE) + 1]) if _GATE in parts else None
 
 
 def _check_units(model: nn.Module, units: Units, settings: Mapping[str, GateSettings]) -> None:

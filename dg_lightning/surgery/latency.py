@@ -50,10 +50,10 @@ class LatencyTable:
                 return more
             if faster <= latency:
                 return less + (more - less) * (latency - faster) / (slower - faster)
-        fastest = min(self.times)
+        fastest, macs = min(zip(self.times, self.macs, strict=True))
         raise ValueError(
-            f"`latency` must be at least {fastest:.2f} on this machine, got {latency}: even with "
-            f"{min(self.macs):.0%} of the MACs, the model takes {fastest:.0%} of the time."
+            f"`latency` must be at least {fastest:.3g} on this machine, got {latency:.3g}: the "
+            f"fastest version, with {macs:.0%} of the MACs, takes {fastest:.1%} of the time."
         )
 
 
@@ -82,7 +82,9 @@ def measure_latency(
         multiples: Multiples of widths to choose from.
     """
     if not gated_units(model):
-        raise ValueError(f"{type(model).__name__} has no gates: call `add_gates` first.")
+        raise ValueError(f"{type(model).__name__} has no gates from `add_gates`: call it first.")
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise ValueError(f"`shares` must be shares of the units in (0, 1), got {shares!r}.")
     twin = copy.deepcopy(model).eval()
     args, kwargs = arguments_of(twin, example)
     place = torch.device(device) if device is not None else next(twin.parameters()).device

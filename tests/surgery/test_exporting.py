@@ -11,7 +11,7 @@ import torchvision
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from dg_lightning.surgery import CompactModel, export_model, prune
+from dg_lightning.surgery import CompactModel, export_model, exporting, prune
 
 SIZES: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = {"input_ids": torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))}
@@ -113,3 +113,43 @@ def test_weights_in_half_precision_become_float32(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(6, 3)).bfloat16()
     exported = export_model(net, torch.randn(2, 6), tmp_path / "model.pt2")
     assert exported.run(torch.randn(2, 6))[0].dtype == torch.float32
+
+
+class Reordered(nn.Module):
+    """A model whose arguments are not symmetric, with two outputs of different sizes."""
+
+    def forward(self, a: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Any:
+        assert c is not None
+        return {"small": a - 2 * c, "large": 1e6 * a, "empty": a[:, :0], "which": a > c}
+
+
+@pytest.mark.parametrize("format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_arguments_are_told_apart_by_name(format: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, c = torch.randn(2, 4, 6, generator=generator)
+    exported = export_model(Reordered(), {"c": c, "a": a}, tmp_path / f"model.{format}")
+    for found in (exported.run(a, c=c), exported.run(c=c, a=a), exported.run(a=a, c=c)):
+        torch.testing.assert_close(found[0], a - 2 * c)
+
+
+def test_outputs_are_compared_each_by_its_own_size() -> None:
+    model, x = Reordered(), {"a": torch.ones(2, 3), "c": torch.zeros(2, 3)}
+
+    def run_with(change: Any) -> Any:
+        def run(**given: Tensor) -> list[Tensor]:
+            outputs = list(model(**given).values())
+            outputs[0] = change(outputs[0])
+            return outputs
+
+        return exporting._difference(run, model, (), x)
+
+    assert run_with(lambda y: y) == 0
+    assert run_with(lambda y: y * 1.01) > 1e-6
+    assert run_with(lambda y: y * torch.nan) == float("inf")
+    assert run_with(lambda y: y[:1]) == float("inf")
+
+
+def test_a_model_in_half_precision_takes_its_own_example(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(6, 3)).bfloat16()
+    x = torch.randn(2, 6).bfloat16()
+    assert export_model(net, x, tmp_path / "model.pt2").run(x.float())[0].shape == (2, 3)

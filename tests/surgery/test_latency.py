@@ -120,13 +120,15 @@ def test_the_model_stays_as_it_is_and_runs_where_it_is_asked_to(clock: list[str]
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no gates: call `add_gates`"):
+    with pytest.raises(ValueError, match="Linear has no gates from `add_gates`"):
         measure_latency(nn.Linear(2, 2), torch.ones(1, 2))
     dynamic = gated(kind="dynamic", network="low_rank", rank=2)
     with pytest.raises(ValueError, match="kind='static'"):
         measure_latency(dynamic, X)
-    table = LatencyTable(1, [0.25], [0.4])
-    with pytest.raises(ValueError, match=r"at least 0\.40 .* got 0\.3"):
+    with pytest.raises(ValueError, match=r"in \(0, 1\), got \[\]"):
+        measure_latency(gated(), X, shares=[])
+    table = LatencyTable(1, [0.25, 0.5], [0.6, 0.5])
+    with pytest.raises(ValueError, match=r"at least 0\.5 .* got 0\.3.* 50% of the MACs"):
         table.budget(0.3)
     with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
         table.budget(0)

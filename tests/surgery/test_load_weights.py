@@ -105,3 +105,50 @@ def test_other_weights_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match=r"has 5\.bias"):
         load_weights(model, {**net(1).state_dict(), "5.bias": torch.zeros(3)})
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_one_of_several_parts_must_be_named() -> None:
+    pair = {f"{part}.{k}": v for part in ("a", "b") for k, v in net(1).state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"Several parts of the source fit Sequential \(a\., b\.\)"
+    ):
+        load_weights(net(2), pair)
+    both = nn.ModuleDict({"a": net(2), "b": net(3)})
+    with pytest.raises(ValueError, match=r"Several parts of ModuleDict fit the source"):
+        load_weights(both, net(1).state_dict())
+
+
+class Tied(nn.Module):
+    """A model whose first and last layers share a weight, and that keeps a state of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.note = {"seed": seed}
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def test_tied_weights_may_be_left_out_and_other_state_is_kept() -> None:
+    model, state = Tied(2), Tied(1).state_dict()
+    del state["last.weight"]
+    load_weights(model, state)
+    assert torch.equal(model.last.weight, Tied(1).first.weight)
+    assert model.last.weight is model.first.weight
+    assert model.note == {"seed": 1}
+
+
+def test_a_gate_of_another_kind_is_left_out() -> None:
+    model = net(2)
+    add_gates(model, feed_forward={"kind": "dynamic", "threshold": 0.3}, example=X)
+    source = gated(1)
+    with pytest.warns(UserWarning, match="no place for 1 gates"):
+        assert load_weights(model, source.state_dict()) == ["2.dg_gate"]
+    ((_, gate),) = gated_units(model).values()
+    assert float(gate.threshold) == pytest.approx(0.3)
