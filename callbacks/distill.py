@@ -76,6 +76,14 @@ class Distill(DeferredStateCallback):
         layers: list[str] | None = None,
         name: str | None = None,
     ) -> None:
+        if not isinstance(teacher, nn.Module | str | None) or teacher == "":
+            raise ValueError(
+                f"`teacher` must be a module or the path of a checkpoint, got {teacher!r}."
+            )
+        if output == "" or (isinstance(output, int) and output < 0):
+            raise ValueError(f"`output` must be a name or an index from 0, got {output!r}.")
+        if dim is not None and dim < 1:
+            raise ValueError(f"`dim` must be at least 1, since 0 is the batch, got {dim}.")
         if weight < 0:
             raise ValueError(f"`weight` must be at least 0, got {weight}.")
         if temperature <= 0:

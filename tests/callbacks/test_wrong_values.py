@@ -18,6 +18,7 @@ from dg_lightning.schedules import Phase, Schedule
 
 pydantic = pytest.importorskip("pydantic")
 
+ANY = pydantic.ConfigDict(arbitrary_types_allowed=True)  # such as nn.Module
 CLASSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     **{n: (getattr(dg_lightning.callbacks, n), a) for n, a in {**ARGUMENTS, **OF_TASKS}.items()},
     "Schedule": (Schedule, {"start": 1.0, "end": 0.5}),
@@ -72,7 +73,7 @@ FINE: list[tuple[str, str, Any]] = [
 
 def fits(value: Any, hint: Any) -> bool:
     try:
-        pydantic.TypeAdapter(hint).validate_python(value, strict=True)
+        pydantic.TypeAdapter(hint, config=ANY).validate_python(value, strict=True)
     except (pydantic.ValidationError, pydantic.errors.PydanticSchemaGenerationError):
         return False
     return True
