@@ -43,7 +43,7 @@ from dg_lightning.surgery.recording import arguments_of
 COLUMNS = ("library", "model", "parameters", "units", "kept_macs", "verdict", "reason")
 KINDS = ("feed_forward", "heads", "channels")
 SECONDS = 300  # for one model
-TOLERANCE = 1e-4  # of the largest output
+TOLERANCE = 1e-4  # relative to the size of an output
 SMALL: dict[str, Any] = {  # ending of a setting's name -> its value in a small model
     "hidden_size": 32,
     "d_model": 32,
