@@ -180,7 +180,8 @@ def main() -> None:
             return (self[i] for i in range(len(self)))
 
     loader: Any = DataLoader(Batches(), batch_size=None, shuffle=True)
-    blocks = [f"model.encoder.layer.{i}" for i in range(len(original.model.encoder.layer))]  # type: ignore[union-attr, arg-type]
+    named = dict(original.named_modules())
+    blocks = [name for name in named if re.fullmatch(r"model\.encoder\.layer\.\d+", name)]
     teaching: Any = {"measure": "cosine", "layers": blocks}
     assert best is not None
     train(best, loader, args, [Distill(original, **teaching)])

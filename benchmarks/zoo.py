@@ -21,6 +21,7 @@ import argparse
 import csv
 import math
 import multiprocessing
+import queue
 import tempfile
 import traceback
 import warnings
@@ -340,7 +341,7 @@ def rows_of(library: str, shard: str, only: str | None) -> Iterator[dict[str, An
         failed = {"library": library, "model": name, "verdict": "not finished"}
         try:
             yield results.get(timeout=SECONDS)
-        except Exception:  # queue.Empty: the process takes too long, or died
+        except queue.Empty:  # the process takes too long, or died
             reason = f"after {SECONDS} s" if process.is_alive() else f"exit code {process.exitcode}"
             yield failed | {"reason": reason}
         process.kill()

@@ -26,6 +26,18 @@ def mean_over_ranks(trainer: Any, value: Tensor) -> Tensor:
     return mean
 
 
+def named_part(callback: object, pl_module: nn.Module, name: str) -> nn.Module:
+    """Return the part of a LightningModule that a callback's `submodule` names."""
+    try:
+        return pl_module.get_submodule(name)
+    except AttributeError as error:
+        parts = ", ".join(child for child, _ in pl_module.named_children())
+        raise ValueError(
+            f"`submodule` of {type(callback).__name__} must name a submodule of "
+            f"{type(pl_module).__name__} ({parts}), got {name!r}."
+        ) from error
+
+
 def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
     """Raise RuntimeError if ranks have different masks."""
     if trainer.world_size == 1:

@@ -16,7 +16,7 @@ from dg_lightning.surgery.gating import gated_units
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training.averaging import has_averages
 
-from ._shared import state_key
+from ._shared import named_part, state_key
 
 
 class AddGates(pl.Callback):
@@ -97,14 +97,7 @@ class AddGates(pl.Callback):
             add()
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        try:
-            part = pl_module.get_submodule(self.submodule)
-        except AttributeError as error:
-            parts = ", ".join(name for name, _ in pl_module.named_children())
-            raise ValueError(
-                f"`submodule` of AddGates must name a submodule of {type(pl_module).__name__} "
-                f"({parts}), got {self.submodule!r}."
-            ) from error
+        part = named_part(self, pl_module, self.submodule)
         if not gated_units(part):  # not added in an earlier stage or manually
             self._put_into(part, trainer, pl_module, stage)
 

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from dg_lightning.surgery.gating import gated_units
 from dg_lightning.training import log_step
 
 from ._penalty_term import add_gradient, graph_of
-from ._shared import DeferredStateCallback, state_key
+from ._shared import DeferredStateCallback, named_part, state_key
 
 Measure: TypeAlias = Literal["kl", "mse", "cosine"]
 
@@ -119,14 +120,7 @@ class Distill(DeferredStateCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         name = _name_of_model(pl_module) if self.submodule is None else self.submodule
-        try:
-            model = pl_module.get_submodule(name)
-        except AttributeError as error:
-            parts = ", ".join(child for child, _ in pl_module.named_children())
-            raise ValueError(
-                f"`submodule` of Distill must name a submodule of {type(pl_module).__name__} "
-                f"({parts}), got {name!r}."
-            ) from error
+        model = named_part(self, pl_module, name)
         teacher = self._make_teacher(pl_module, model, name)
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) in own for parameter in teacher.parameters()):
@@ -382,13 +376,15 @@ def _without_gates(model: nn.Module, name: str) -> nn.Module:
 def _loaded(pl_module: Any, path: str, name: str) -> nn.Module:
     """Return the model in a checkpoint of the LightningModule's class."""
     kind = type(pl_module)
+    if "://" not in path and not Path(path).is_file():
+        raise ValueError(f"`teacher` must be a checkpoint or a module, but there is no {path!r}.")
     try:
         with isolate_rng():  # building the model must not change what the run draws
             module = kind.load_from_checkpoint(path, map_location="cpu")
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"`teacher` {path!r} cannot be loaded as a {kind.__name__} ({reason}): pass a module."
+            f"`teacher` {path!r} cannot be loaded as a {kind.__name__} ({reason}): pass another checkpoint, or a module."
         ) from error
     teacher: nn.Module = module.get_submodule(name)
     return teacher

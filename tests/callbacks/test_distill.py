@@ -165,8 +165,6 @@ def test_the_default_teacher_is_the_model_before_its_gates(
     gates = AddGates(feed_forward=static, submodule="net", example=X[:2])
     distill = Distill()
     module = Module()
-    callbacks = [gates, distill] if gates_first else [distill, gates]
-    trainer = trainer_for(tmp_path, callbacks, steps=4, num_sanity_val_steps=0)
 
     class Compare(pl.Callback):
         def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +172,9 @@ def test_the_default_teacher_is_the_model_before_its_gates(
             assert teacher.keys() == net().state_dict().keys()
             assert all(torch.equal(teacher[k], v) for k, v in net().state_dict().items())
 
-    trainer.callbacks.append(Compare())  # type: ignore[attr-defined]
+    callbacks: list[Any] = [gates, distill] if gates_first else [distill, gates]
+    callbacks.append(Compare())
+    trainer = trainer_for(tmp_path, callbacks, steps=4, num_sanity_val_steps=0)
     trainer.fit(module, loader(), loader())
     assert gate_layers(module)
     assert not torch.equal(module.net[0].weight, net()[0].weight)
@@ -265,6 +265,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(Two(), submodule="head")
     with pytest.raises(ValueError, match="has no 'missing'"):
         fit(Module(), layers=["missing"])
+    with pytest.raises(ValueError, match="there is no 'missing.ckpt'"):
+        fit(Module(), teacher="missing.ckpt")
     module = Module()
     with pytest.raises(ValueError, match="shares weights"):
         fit(module, teacher=module.net)
