@@ -384,7 +384,8 @@ def _loaded(pl_module: Any, path: str, name: str) -> nn.Module:
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"`teacher` {path!r} cannot be loaded as a {kind.__name__} ({reason}): pass another checkpoint, or a module."
+            f"`teacher` {path!r} cannot be loaded as a {kind.__name__} ({reason}): "
+            "pass another checkpoint, or a module."
         ) from error
     teacher: nn.Module = module.get_submodule(name)
     return teacher

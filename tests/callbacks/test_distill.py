@@ -265,7 +265,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
         fit(Two(), submodule="head")
     with pytest.raises(ValueError, match="has no 'missing'"):
         fit(Module(), layers=["missing"])
-    with pytest.raises(ValueError, match="there is no 'missing.ckpt'"):
+    with pytest.raises(ValueError, match=r"there is no 'missing\.ckpt'"):
         fit(Module(), teacher="missing.ckpt")
     module = Module()
     with pytest.raises(ValueError, match="shares weights"):
