@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -147,11 +148,9 @@ class Distill(DeferredStateCallback):
         first = next(iter(model.parameters()), None)
         if first is not None:
             teacher.to(first.device)
-            kinds = [
-                {p.dtype for p in x.parameters() if p.is_floating_point()} for x in (model, teacher)
-            ]
-            if all(len(kind) == 1 for kind in kinds):
-                teacher.to(first.dtype)
+            if len(_sizes_by_dtype(teacher)) == 1:
+                sizes = _sizes_by_dtype(model)  # gates stay in float32 where weights are halved
+                teacher.to(max(sizes, key=lambda dtype: sizes[dtype]))
         return teacher
 
     def _watch(self, model: nn.Module, layer: str) -> None:
@@ -371,6 +370,15 @@ def _without_gates(model: nn.Module, name: str) -> nn.Module:
             "it: pass `teacher`."
         )
     return teacher
+
+
+def _sizes_by_dtype(module: nn.Module) -> Counter[torch.dtype]:
+    """Return how many floating-point weights have each dtype."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes
 
 
 def _loaded(pl_module: Any, path: str, name: str) -> nn.Module:
