@@ -19,13 +19,14 @@ process of its own.
 
 import argparse
 import csv
+import importlib
 import math
 import multiprocessing
 import queue
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ from dg_lightning.surgery.recording import arguments_of
 
 COLUMNS = ("library", "model", "parameters", "units", "kept_macs", "verdict", "reason")
 KINDS = ("feed_forward", "heads", "channels")
-SECONDS = 300  # for one model
+SECONDS = 600  # for one model
 TOLERANCE = 1e-4  # relative to the size of an output
 SMALL: dict[str, Any] = {  # ending of a setting's name -> its value in a small model
     "hidden_size": 32,
@@ -71,11 +72,23 @@ SMALL: dict[str, Any] = {  # ending of a setting's name -> its value in a small 
     "d_kv": 8,
     "vocab_size": 64,
     "max_position_embeddings": 64,
+    "max_source_positions": 32,
     "image_size": 32,
     "patch_size": 8,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "top_k": 2,
+    "topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "rotary_dim": 4,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
 }
 NAMES = ("pad_token_id", "bos_token_id", "eos_token_id")
 
@@ -127,7 +140,7 @@ def image_size(name: str) -> int:
         return 224
     if name.startswith("vit_"):
         return 4 * int(name.split("_")[-1])
-    return 96
+    return 64
 
 
 def build_timm(name: str) -> nn.Module:
@@ -138,58 +151,83 @@ def build_timm(name: str) -> nn.Module:
     return model
 
 
-def build_transformers(name: str) -> nn.Module:
-    """Build a small model of a type."""
+def build_transformers(name: str, grouped: bool = True) -> nn.Module:
+    """Build a small model of a type, by default with two heads for each key."""
     from transformers import AutoConfig, AutoModel
 
     config, builder = AutoConfig.for_model(name), cast("Any", AutoModel)
-    shrink(config)
+    shrink(config, grouped)
     model: nn.Module = builder.from_config(config)
     return model
 
 
-def shrink(config: Any) -> None:
+def shrink(config: Any, grouped: bool) -> None:
     """Make a config's sizes small."""
+    sizes = SMALL if grouped else SMALL | {"num_key_value_heads": SMALL["num_attention_heads"]}
     for key, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):
-            shrink(value)
+            shrink(value, grouped)
         elif key in NAMES and isinstance(value, int):
             setattr(config, key, NAMES.index(key))
         elif type(value) is int and value > 0:
-            endings = [end for end in SMALL if key == end or key.endswith("_" + end)]
+            endings = [end for end in sizes if key == end or key.endswith("_" + end)]
             if endings:
-                setattr(config, key, min(value, SMALL[max(endings, key=len)]))
+                setattr(config, key, min(value, sizes[max(endings, key=len)]))
+        elif isinstance(value, dict) and "mrope_section" in value:
+            value["mrope_section"] = [2, 1, 1]  # parts of half a head
     if isinstance(getattr(config, "layer_types", None), list):
         config.layer_types = config.layer_types[: getattr(config, "num_hidden_layers", 2)]
 
 
-def example_for(library: str, name: str, model: nn.Module) -> Any:
-    """Return inputs for a model."""
-    generator = torch.Generator().manual_seed(0)
+def build(library: str, name: str) -> tuple[nn.Module, Any]:
+    """Build a model and inputs that it accepts."""
+    if library != "transformers":
+        model = globals()[f"build_{library}"](name).eval()
+        side = image_size(name) if library == "torchvision" else 0
+        return model, noise(*((3, side, side) if side else model.pretrained_cfg["input_size"]))
+    errors = []
+    for grouped in (True, False):
+        try:
+            model = build_transformers(name, grouped).eval()
+        except Exception as error:
+            errors.append(error)
+            continue
+        for example in examples_for(model):
+            try:
+                outputs(model, example)
+            except Exception as error:  # the wrong inputs
+                errors.append(error)
+            else:
+                return model, example
+    raise errors[0]
 
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(2, *shape, generator=generator)
 
-    if library == "torchvision":
-        side = image_size(name)
-        return noise(3, side, side)
-    if library == "timm":
-        cfg: Any = model.pretrained_cfg
-        return noise(*cfg["input_size"])
+def noise(*shape: int) -> Tensor:
+    """Return two samples."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def examples_for(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield inputs that a model of transformers may accept, the most likely first."""
     config: Any = model.config
-    found = getattr(model, "main_input_name", "input_ids")
-    if found == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        side = getattr(vision, "image_size", 32)
-        side = side if isinstance(side, int) else side[0]
-        return {"pixel_values": noise(getattr(vision, "num_channels", 3), side, side)}
-    if found == "input_values":
-        return {"input_values": noise(4000)}
-    ids = torch.randint(3, 60, (2, 8), generator=generator)
-    example = {"input_ids": ids}
+    vision = getattr(config, "vision_config", config)
+    side = getattr(vision, "image_size", 32)
+    height, width = (side, side) if isinstance(side, int) else side
+    image = {"pixel_values": noise(getattr(vision, "num_channels", 3), height, width)}
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    text = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):
-        example["decoder_input_ids"] = ids.flip(1)
-    return example
+        text["decoder_input_ids"] = ids.flip(1)
+    found = getattr(model, "main_input_name", "input_ids")
+    if found == "input_values":
+        yield {"input_values": noise(4000)}
+    yield from (image, text) if found == "pixel_values" else (text, image)
+    yield text | image
+    audio = getattr(config, "audio_config", config)
+    bands = getattr(audio, "num_mel_bins", getattr(audio, "input_dim", 80))
+    for shape in ((bands, 64), (64, bands)):
+        yield {"input_features": noise(*shape)}
+        yield {"input_features": noise(*shape), "decoder_input_ids": ids}
 
 
 @torch.no_grad()
@@ -251,12 +289,10 @@ def torch_macs(model: nn.Module, example: Any) -> int:
 def examine(library: str, name: str) -> dict[str, Any]:
     """Return the row of one model."""
     row: dict[str, Any] = {"library": library, "model": name}
-    build: Callable[[str], nn.Module] = globals()[f"build_{library}"]
     try:
         torch.manual_seed(0)
-        model = build(name).eval()
+        model, example = build(library, name)
         vary(model)
-        example = example_for(library, name, model)
         dense = outputs(model, example)
         if not all(bool(x.isfinite().all()) for x in dense):
             raise ValueError("outputs of random weights are not finite")
@@ -304,7 +340,7 @@ def examine(library: str, name: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             save_compact(small, Path(folder) / "small.safetensors")
-            loaded = load_compact(lambda: build(name).eval(), Path(folder) / "small.safetensors")
+            loaded = load_compact(lambda: build(library, name)[0], Path(folder) / "small.safetensors")
             if furthest(outputs(loaded.eval(), example), outputs(small.model, example)) > 0:
                 wrong.append("the loaded model differs")
     except Exception as error:
@@ -333,7 +369,8 @@ def rows_of(library: str, shard: str, only: str | None) -> Iterator[dict[str, An
     """Examine the models of a shard, each in a process."""
     index, count = map(int, shard.split("/"))
     names = [only] if only else list(globals()[f"{library}_models"]())[index::count]
-    context = multiprocessing.get_context("spawn")
+    importlib.import_module(library)
+    context = multiprocessing.get_context("fork")  # importing takes longer than a small model
     for name in names:
         results: Any = context.Queue()
         process = context.Process(target=in_a_process, args=(library, name, results))

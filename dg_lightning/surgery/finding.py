@@ -91,9 +91,12 @@ class Probe:
     def _fits(self, call: Call, sources: list[Call]) -> bool:
         block = torch.arange(self.inputs, device="cpu") // self._sizes[0]
         digits = range((self._blocks - 1).bit_length())
+        weights = _random_weights(call)
         for digit in digits:
             has = (block >> digit) % 2 == 1
-            pair = list(zip(_behind(call, sources, has), _behind(call, sources, ~has), strict=True))
+            pair = list(
+                zip(*(_behind(call, sources, weights, x) for x in (has, ~has)), strict=True)
+            )
             if len(self._seen) == digit:
                 self._seen.append(pair)
             else:
@@ -160,16 +163,23 @@ class Probe:
         )
 
 
-def _behind(call: Call, sources: list[Call], chosen: Tensor) -> list[Tensor]:
-    """Return which outputs of each source the chosen inputs of a layer depend on."""
+def _random_weights(call: Call) -> Tensor:
+    """Return a positive weight for each input of a layer."""
     assert call.x is not None
     x = call.x.movedim(unit_axis(call.module), -1)
-    direction = torch.zeros_like(x)
     generator = torch.Generator(x.device).manual_seed(0)
-    weights = torch.rand(x.shape, generator=generator, device=x.device) + 0.5
-    direction[..., chosen.to(x.device)] = weights[..., chosen.to(x.device)].to(x.dtype)
+    return (torch.rand(x.shape, generator=generator, device=x.device) + 0.5).to(x.dtype)
+
+
+def _behind(call: Call, sources: list[Call], weights: Tensor, chosen: Tensor) -> list[Tensor]:
+    """Return which outputs of each source the chosen inputs of a layer depend on."""
+    assert call.x is not None
     gradients = torch.autograd.grad(
-        x, [s.leaf for s in sources], direction, retain_graph=True, materialize_grads=True
+        call.x.movedim(unit_axis(call.module), -1),
+        [s.leaf for s in sources],
+        weights * chosen.to(weights.device),
+        retain_graph=True,
+        materialize_grads=True,
     )
     moved = [g.movedim(unit_axis(s.module), -1) for g, s in zip(gradients, sources, strict=True)]
     depends = [(g != 0) & g.isfinite() for g in moved]
