@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
 
 from dg_lightning.checking import check
 from dg_lightning.files import atomic_write
@@ -145,9 +146,33 @@ def draw(curves: list[Curve], clock: Clock, path: Path) -> None:
 
 
 class CheckingTrainer(PlanningTrainer):
-    """A Trainer that can also check a training run before it starts."""
+    """A Trainer that can also check a training run, and whose tests print no table of all keys."""
 
     arguments: dict[str, Any]  # Trainer arguments from the config
+
+    @override
+    def validate(  # type: ignore[override]
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = False,
+        datamodule: pl.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    @override
+    def test(  # type: ignore[override]
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = False,
+        datamodule: pl.LightningDataModule | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def check(
         self,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,18 +27,19 @@ from dg_lightning.monitoring.views import watched_gates
 from dg_lightning.training.module import GatedModule
 from dg_lightning.versions import versions
 
-# Metrics that the `fit` summary shows if they are logged: key -> (name, format).
+# Metrics that summaries show if they are logged: key after the stage -> (name, format).
 _METRICS = {
-    "train/loss": ("training loss", ".4f"),
-    "val/loss": ("validation loss", ".4f"),
-    "val/accuracy": ("validation accuracy", ".2%"),
-    "val/macro_f1": ("validation macro-F1", ".2%"),
-    "val/r2": ("validation R²", ".4f"),
-    "val/rmse": ("validation RMSE", ".4g"),
+    "loss": ("loss", ".4f"),
+    "accuracy": ("accuracy", ".2%"),
+    "macro_f1": ("macro-F1", ".2%"),
+    "r2": ("R²", ".4f"),
+    "rmse": ("RMSE", ".4g"),
+}
+_COMPUTE = {
     "compute/macs": ("executed MACs per sample", ",.0f"),
     "compute/macs_share": ("relative to dense", ".2%"),
-    "gates/open_rate": ("open units", ".2%"),
 }
+_STAGES = {"train": "training", "val": "validation"}
 _LAYER_PREFIX = "gates/open_rate/"
 
 
@@ -58,32 +59,67 @@ def find_non_finite(trainer: Any) -> str | None:
 
 
 def print_summary(trainer: Any) -> None:
-    """Print the final metrics, the run folder, and the command that writes a report."""
-    from rich import box
-    from rich.console import Console
+    """Print the final metrics of a training run, its folder, and the command for a report."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title="Training ended", box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
     logged = trainer.callback_metrics
-    epochs = trainer.current_epoch
-    table.add_row("epochs, optimizer steps", f"{epochs:,}, {trainer.global_step:,}")
-    for key, (name, form) in _METRICS.items():
-        if key in logged:
-            table.add_row(name, format(float(logged[key]), form))
+    rows = [("epochs, optimizer steps", f"{trainer.current_epoch:,}, {trainer.global_step:,}")]
+    rows += _rows(logged, "train", ["loss"]) + _rows(logged, "val", list(_METRICS))
+    rows += _rows(logged, "", list(_COMPUTE))
+    if "gates/open_rate" in logged:
+        rows.append(("open units", f"{float(logged['gates/open_rate']):.2%}"))
     for key, value in logged.items():
         if key.startswith(_LAYER_PREFIX):
-            table.add_row(f"  {escape(key.removeprefix(_LAYER_PREFIX))}", f"{float(value):.2%}")
+            rows.append((f"  {escape(key.removeprefix(_LAYER_PREFIX))}", f"{float(value):.2%}"))
     gates = gate_layers(trainer.lightning_module, required=False)
     if unwatched := len(gates.keys() - set(watched_gates(trainer.callbacks))):
-        table.add_row(f"{unwatched} of {len(gates)} gates", "not watched for collapse")
-    console = Console()
-    console.print(table)
-    # Printed outside the table, so that the command can be copied.
-    text = f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}"
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+        rows.append((f"{unwatched} of {len(gates)} gates", "not watched for collapse"))
+    _print_table("Training ended", rows)
+    _print(f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}")
+
+
+def print_evaluation(trainer: Any, stage: str) -> None:
+    """Print the metrics of a test or a validation, and the folder with all of them."""
+    logged = trainer.callback_metrics
+    if isinstance(trainer.lightning_module, GatedModule):
+        names = [name for name in _METRICS if name != "loss" and f"{stage}/{name}" in logged]
+        rows = _rows(logged, stage, names or ["loss"]) + _rows(logged, "", list(_COMPUTE))
+    else:
+        rows = [(key, f"{float(value):.4g}") for key, value in logged.items()]
+    _print_table(f"{_STAGES.get(stage, stage).capitalize()} ended", rows)
+    if trainer.loggers:
+        _print(f"All metrics are in {run_folder(trainer)}.")
+
+
+def _rows(logged: Mapping[str, Any], stage: str, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names and values of metrics that were logged."""
+    rows = []
+    for name in names:
+        label, form = (_METRICS | _COMPUTE)[name]
+        key = f"{stage}/{name}" if stage else name
+        if key in logged:
+            rows.append((f"{_STAGES.get(stage, stage)} {label}".strip(), f"{logged[key]:{form}}"))
+    return rows
+
+
+def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _print(text: str) -> None:
+    """Print text outside of any table, so that it can be copied."""
+    from rich.console import Console
+
+    Console().print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def to_plain(parser: LightningArgumentParser, settings: Namespace) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dg_lightning.cli.outputs import (
     WriteSamples,
     WriteTestTables,
     find_non_finite,
+    print_evaluation,
     print_summary,
     to_plain,
 )
@@ -401,6 +402,19 @@ class GateCLI(LightningCLI):
             print_summary(self.trainer)
         if reason := find_non_finite(self.trainer):
             raise cli_error(f"Training failed: {reason}.", status=1)
+
+
+    def after_test(self) -> None:
+        """Print a summary."""
+        self._print_evaluation("test")
+
+    def after_validate(self) -> None:
+        """Print a summary."""
+        self._print_evaluation("val")
+
+    def _print_evaluation(self, stage: str) -> None:
+        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            print_evaluation(self.trainer, stage)
 
 
 def _is_gated_module(settings: Namespace) -> bool:

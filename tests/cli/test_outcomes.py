@@ -68,7 +68,23 @@ def test_somebody_elses_module_too(
     (path,) = list(Path("lightning_logs/version_1").rglob("*.ckpt"))
     capsys.readouterr()
     main(["test", *options, f"--ckpt_path={path}"])
-    assert "5.0" in capsys.readouterr().out
+    assert "width 5" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_test_prints_what_counts_and_every_key_if_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["fit", "--config=digits/dynamicgate", "--trainer.max_epochs=1", *SMALL])
+    capsys.readouterr()
+    main(["test", "--config=digits/dynamicgate", *SMALL])
+    shown = capsys.readouterr().out
+    rows = ["test accuracy", "test macro-F1", "executed MACs per sample", "relative to dense"]
+    assert all(shown.count(row) == 1 for row in rows)
+    assert "compute/" not in shown
+    main(["test", "--config=digits/dynamicgate", "--verbose=true", *SMALL])
+    assert "compute/relmac_g" in capsys.readouterr().out
+    main(["validate", "--config=digits/dynamicgate", *SMALL])
+    assert "validation accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.slow
