@@ -340,7 +340,9 @@ def examine(library: str, name: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             save_compact(small, Path(folder) / "small.safetensors")
-            loaded = load_compact(lambda: build(library, name)[0], Path(folder) / "small.safetensors")
+            loaded = load_compact(
+                lambda: build(library, name)[0], Path(folder) / "small.safetensors"
+            )
             if furthest(outputs(loaded.eval(), example), outputs(small.model, example)) > 0:
                 wrong.append("the loaded model differs")
     except Exception as error:

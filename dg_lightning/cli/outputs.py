@@ -75,7 +75,9 @@ def print_summary(trainer: Any) -> None:
     if unwatched := len(gates.keys() - set(watched_gates(trainer.callbacks))):
         rows.append((f"{unwatched} of {len(gates)} gates", "not watched for collapse"))
     _print_table("Training ended", rows)
-    _print(f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}")
+    _print(
+        f"The run is in {run_folder(trainer)}. Report: dg-lightning report {run_folder(trainer)}"
+    )
 
 
 def print_evaluation(trainer: Any, stage: str) -> None:

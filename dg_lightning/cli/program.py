@@ -403,7 +403,6 @@ class GateCLI(LightningCLI):
         if reason := find_non_finite(self.trainer):
             raise cli_error(f"Training failed: {reason}.", status=1)
 
-
     def after_test(self) -> None:
         """Print a summary."""
         self._print_evaluation("test")

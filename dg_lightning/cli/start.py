@@ -1,6 +1,7 @@
 """Entry point: handles requests that do not need torch, and delegates the rest."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -25,7 +26,17 @@ COMMANDS = {
     "convert": "Add per-token gates to a trained dense Transformer.",
     "configs": "List the shipped configs.",
 }
+# Words that other programs use for our commands.
+_SYNONYMS = {"train": "fit", "evaluate": "test", "eval": "test", "infer": "predict"}
+_NEEDS_RUN = ("report", "features", "export", "convert")
 _OF_A_RUN = ("validate", "test", "predict", "report", "features", "export", "convert")
+# Options of the commands that train or evaluate: the part before the first dot.
+_TRAINING = ("fit", "validate", "test", "predict", "plan", "check")
+_OPTIONS = (
+    "--config", "--print_config", "--seed_everything", "--trainer", "--model", "--data",
+    "--optimizer", "--lr_scheduler", "--ckpt_path", "--weights_only", "--verbose",
+    "--return_predictions", "--output", "--ranks", "--json",
+)  # fmt: skip
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -67,8 +78,9 @@ def _answer_without_torch(given: list[str]) -> bool:
         print(f"dg-lightning {dg_lightning.__version__}")
         return True
     if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}."
+        near = get_close_matches(command, [*COMMANDS, *_SYNONYMS], n=1)
+        meant = _SYNONYMS.get(near[0], near[0]) if near else ""
+        hint = f"did you mean {meant}?" if near else f"choose from {', '.join(COMMANDS)}."
         raise cli_error(f"Unknown command {command!r}; {hint}")
     if "-h" in rest or "--help" in rest:
         return False
@@ -117,6 +129,15 @@ def _check_files(command: str, rest: list[str]) -> None:
             f"`{command}` needs a config, such as `dg-lightning {command} --config "
             "digits/dynamicgate`; `dg-lightning configs` lists the shipped ones."
         )
+    if command in _NEEDS_RUN and not rest:
+        raise cli_error(f"`{command}` needs a run: pass its folder, --config or --ckpt_path.")
+    for word in rest if command in _TRAINING else ():
+        name = re.split(r"[.=+]", word, maxsplit=1)[0]
+        # The parser accepts the beginning of a name, too.
+        if name.startswith("--") and not any(option.startswith(name) for option in _OPTIONS):
+            near = get_close_matches(name, _OPTIONS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"`{command} --help` lists all."
+            raise cli_error(f"Unknown option {name}; {hint}")
     for name in option_values(rest, "--config", "-c"):
         config_path(name)
     for path in option_values(rest, "--ckpt_path"):

@@ -87,7 +87,9 @@ def study_part(folder: Path, name: str, rows: Sequence[Row], notes: str | None) 
     summaries = [summary for summary in summarised(rows) if summary["runs"]]
     points = _scatter_points(summaries, published(name)["rows"])
     charts = [
-        bar_chart("Test accuracy", _bars(summaries, "accuracy", ".2%"), "accuracy", percent=True),
+        bar_chart(
+            "Test accuracy", _bars(summaries, "accuracy", ".2%"), "accuracy", True, dots=True
+        ),
         bar_chart("Needed parameters", _bars(summaries, "params_needed", ",.0f"), "parameters"),
         bar_chart("FLOPs per sample", _bars(summaries, "flops", ",.0f"), "FLOPs"),
     ]

@@ -1,6 +1,7 @@
 """What the program answers by itself: at once, without importing torch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dg_lightning
-from dg_lightning.cli import main, shipped_configs
+from dg_lightning.cli import main, shipped_configs, start
 from dg_lightning.cli.start import COMMANDS
 
 # Runs the program, and then says which heavy packages it has imported.
@@ -33,6 +34,10 @@ print("imported", *sorted(heavy))
         (["--quiet", "--version"], f"dg-lightning {dg_lightning.__version__}"),
         (["configs"], "digits/dynamicgate"),
         (["fitt"], "Unknown command 'fitt'; did you mean fit?"),
+        (["trane"], "Unknown command 'trane'; did you mean fit?"),
+        (["fit", "--config=digits/baseline", "--trainr.max_epochs=1"], "did you mean --trainer?"),
+        (["test", "--config=digits/baseline", "--nosuch", "3"], "Unknown option --nosuch; "),
+        (["report"], "`report` needs a run: pass its folder, --config or --ckpt_path."),
         (["xyz"], f"Unknown command 'xyz'; choose from {', '.join(COMMANDS)}."),
         (["--config=a"], "Unknown command '--config=a'"),
         (["fit", "--config", "nowhere.yaml"], "There is no config 'nowhere.yaml'"),
@@ -81,7 +86,11 @@ def test_the_usage_lists_every_command_and_each_has_help(
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
         assert stopped.value.code == 0
-        assert "--" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "--" in shown
+        if command in start._TRAINING:
+            roots = {f"--{name}" for name in re.findall(r"(?<=[ \[]--)\w+", shown)}
+            assert roots - {"--help"} <= set(start._OPTIONS)
 
 
 def test_every_config_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:

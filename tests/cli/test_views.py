@@ -60,8 +60,9 @@ def test_a_fit_ends_with_its_figures_and_the_way_on_and_quietly_with_nothing(
     assert capsys.readouterr().out == ""
     page = (tmp_path / "runs" / "digits" / "dynamicgate" / "report.html").read_text()
     # The newest training, with the test of its checkpoint, which has a folder of its own.
-    assert "<h1>runs/digits/dynamicgate/version_1</h1>" in page
-    for part in ("test accuracy", "Confusion matrix", "Compute by layer", "Gate net.hidden.1.gate"):
+    assert "<h1>digits/dynamicgate</h1>" in page
+    assert "runs/digits/dynamicgate/version_1</p>" in page
+    for part in ("test accuracy", "Confusion matrix", "Compute by layer", "Gate of hidden layer 2"):
         assert part in page, part
     main(["report", "runs/digits/dynamicgate/version_0", "--output", "elsewhere/a.html"])
     assert "The report is elsewhere/a.html." in capsys.readouterr().out

@@ -89,6 +89,14 @@ def test_bars_begin_at_zero_and_are_as_long_as_their_values() -> None:
     assert widths[0] == pytest.approx(2 * widths[1], abs=0.03)
 
 
+def test_dots_show_small_differences() -> None:
+    bars = [Bar("a", 0.97, "97%", "a: 97%", 0.001), Bar("b", 0.98, "98%", "b: 98%")]
+    chart = bar_chart("t", bars, "x", percent=True, dots=True)
+    low, high = [float(place) for place in re.findall(r'<circle cx="([\d.]+)"', chart)]
+    assert high - low > 100  # of 224 units of the axis
+    assert "<rect" not in chart
+
+
 def bytes_of(chart: str) -> list[int]:
     found = re.search(r'data-values="([^"]*)"', chart)
     assert found is not None

@@ -1,5 +1,7 @@
 """Reports of what is really on disks: failed, killed, moved, edited and foreign runs."""
 
+import csv
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,34 @@ def test_the_newest_run_is_the_newest_also_after_a_report_of_another(
     for path in (copy / "version_7").iterdir():
         path.touch()
     write_report(copy / "version_0")
-    assert "version_7</h1>" in write_report(copy).read_text()
+    assert "version_7</p>" in write_report(copy).read_text()
+
+
+def test_a_report_begins_with_what_counts(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    path = copy / "version_0"
+    metrics = path / "metrics.csv"
+    head, *lines = metrics.read_text().splitlines()
+    more = ",gates/budget_allowed,gates/budget_used"
+    metrics.write_text("\n".join([head + more, *(f"{line},0.4,0.397" for line in lines)]))
+    page = write_report(path).read_text()
+    assert "<h1>digits/dynamicgate_input</h1>" in page
+    (facts,) = re.findall(r'<dl class="facts">.*</dl>', page)
+    figures = dict(re.findall(r"<dd>(.*?)</dd><dt>(.*?)</dt>", facts))
+    tested = list(csv.DictReader((copy / "version_1" / "metrics.csv").open()))[-1]
+    share = f"{float(tested['compute/macs_share']):.1%}"
+    accuracy = f"{float(tested['test/accuracy']):.2%}"
+    assert figures[accuracy] == "test accuracy"
+    assert figures[share] == "of the dense net&#x27;s MACs"
+    assert figures["40.0%"] == "budget"
+    (said,) = re.findall(r'<p class="said">(.*)</p>', page)
+    assert f"{accuracy} of the test samples with {share}" in said
+    assert "allowed 40.0% and used 39.7%" in said
+    assert "No gate failed." in said
+    assert "hidden layer 1" in page
+    (path / "gates" / "collapse.csv").write_text("step,layer,mode\n3,net.hidden.0.gate,all_open\n")
+    assert "Gates failed: hidden layer 1." in write_report(path).read_text()
 
 
 def test_inputs_with_names_are_listed(run: Path, tmp_path: Path) -> None:

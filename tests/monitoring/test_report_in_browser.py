@@ -105,7 +105,7 @@ def test_no_console_error_no_request_and_everything_drawn(opened: Opened, study:
         "Runs",
     ]  # fmt: skip
     parts = set(page.locator("h3").all_inner_texts())
-    assert parts >= {"Results", "Open rates by layer", "Gate net.input_gate", "Schedules",
+    assert parts >= {"Results", "Open rates by layer", "Gate of inputs", "Schedules",
                      "Collapse log", "Compute by layer", "Confusion matrix"}  # fmt: skip
 
 

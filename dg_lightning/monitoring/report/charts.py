@@ -269,14 +269,19 @@ def _draw_point(point: Point, x_axis: _Axis, y_axis: _Axis) -> str:
     return "".join(bars) + body
 
 
-def bar_chart(title: str, bars: Sequence[Bar], x_label: str, percent: bool = False) -> str:
-    """Return a horizontal bar chart that starts at zero, with error bars."""
+def bar_chart(
+    title: str, bars: Sequence[Bar], x_label: str, percent: bool = False, dots: bool = False
+) -> str:
+    """Return a chart of horizontal bars that start at zero, or of dots, with error bars.
+
+    Dots show small differences, because their axis spans the values alone.
+    """
     if not bars:
         return ""
     row, left, right = 24, _NAME_WIDTH, _WIDTH - _LABEL_WIDTH
     height = _TOP + row * len(bars) + _BOTTOM
-    ends = [bar.value + bar.error for bar in bars]
-    axis = _Axis.over([0.0, *ends], left, right, percent)
+    ends = [end for bar in bars for end in (bar.value - bar.error, bar.value + bar.error)]
+    axis = _Axis.over(ends if dots else [0.0, *ends], left, right, percent)
     parts = [
         f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
         f'<text x="{x}" y="{height - _BOTTOM + 16}" text-anchor="middle">{text(name)}</text>'
@@ -292,10 +297,14 @@ def bar_chart(title: str, bars: Sequence[Bar], x_label: str, percent: bool = Fal
             else ""
         )
         name = bar.name if len(bar.name) <= 19 else f"{bar.name[:18]}…"
+        tip = attribute("data-tip", bar.tip)
+        size = f'width="{max(0, end - left):.2f}" height="{row - 8}"'
+        mark = f'<rect x="{left}" y="{y + 4}" {size}{tip}/>'
+        if dots:
+            mark = f'<circle cx="{end}" cy="{y + row / 2}" r="5"{tip}/>'
         parts.append(
             f'<text x="{left - 8}" y="{y + row / 2 + 4}" text-anchor="end">{text(name)}</text>'
-            f'<g class="series c0"><rect x="{left}" y="{y + 4}" width="{max(0, end - left):.2f}" '
-            f'height="{row - 8}"{attribute("data-tip", bar.tip)}/>{error}</g>'
+            f'<g class="series c0">{mark}{error}</g>'
             f'<text x="{max(end, axis.at(bar.value + bar.error)) + 6}" y="{y + row / 2 + 4}">'
             f"{text(bar.label)}</text>"
         )

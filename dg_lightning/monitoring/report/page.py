@@ -1,11 +1,14 @@
 """HTML report on a run, as a single page."""
 
 import json
+import re
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -65,6 +68,8 @@ class RunRecord:
     tasks: Tensor | None = None  # accuracy on each task (columns) after learning each (rows)
     config: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    title: str = ""
+    finished: datetime | None = None
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) pairs for a logged key."""
@@ -85,6 +90,7 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run and, for a training run, the newest test of its checkpoint."""
     tested = folder if (folder / "confusion.csv").exists() else _find_test(folder) or folder
     gates = folder / "gates"
+    times = [path.stat().st_mtime for path in _output_paths(folder) if path.is_file()]
     if not gates.is_dir():  # a test without training
         gates = next((path for path in sorted(folder.glob("gates_*")) if path.is_dir()), gates)
     return RunRecord(
@@ -102,7 +108,9 @@ def read_run(folder: Path) -> RunRecord:
         watched=_read_watched(gates / "watched.csv"),
         tasks=read_tasks(folder / "tasks.csv"),
         config=_read_text(folder / "config.yaml"),
-        versions=_read_versions(folder / "versions.json"),
+        versions=_read_json(folder / "versions.json"),
+        title=next(iter(_read_json(folder / "run.json").get("configs") or []), str(folder)),
+        finished=datetime.fromtimestamp(max(times)) if times else None,
     )
 
 
@@ -129,9 +137,12 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _read_versions(path: Path) -> dict[str, str]:
-    versions: dict[str, str] = json.loads(_read_text(path) or "{}")
-    return versions
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(_read_text(path) or "{}")
+    except json.JSONDecodeError:  # cut off, or edited by a user
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _read_watched(path: Path) -> set[str] | None:
@@ -233,6 +244,16 @@ _SCHEDULES = {
     "Weight λ of the penalty": ("gates/penalty_weight",),
     "Budget: allowed and used": ("gates/budget_",),
 }
+# The first of these metrics that was logged counts: name, format, what it says of a net.
+_RESULTS = {
+    "test/accuracy": ("test accuracy", ".2%", "was right on {} of the test samples"),
+    "test/r2": ("test R²", ".4f", "reached an R² of {} in the test"),
+    "tasks/average_accuracy": ("mean accuracy", ".2%", "was right on {}, on average over tasks,"),
+    "val/accuracy": ("validation accuracy", ".2%", "was right on {} of the validation samples"),
+    "val/r2": ("validation R²", ".4f", "reached an R² of {} in validation"),
+    "test/loss": ("test loss", ".4f", "reached a loss of {} in the test"),
+    "val/loss": ("validation loss", ".4f", "reached a loss of {} in validation"),
+}
 _MAX_FEATURES = 50
 _MAX_CLASSES = 50  # in confusion matrices
 _MAX_SEEN = 128  # classes or tokens in class maps
@@ -245,7 +266,8 @@ _NO_METRICS = (
 def run_part(run: RunRecord, level: int = 2) -> str:
     """Return one run's report as HTML."""
     parts = [
-        section("Results", _final_metrics(run), _curves(run) or _NO_METRICS, level=level),
+        _facts(run),
+        section("Results", _curves(run) or _NO_METRICS, _final_metrics(run), level=level),
         section("Tasks in sequence", _tasks(run), level=level),
         section("Open rates by layer", _open_rates(run), level=level),
         *(_gate(run, layer, level) for layer in run.units),
@@ -258,15 +280,59 @@ def run_part(run: RunRecord, level: int = 2) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _final_metrics(run: RunRecord) -> str:
+def layer_title(name: str) -> str:
+    """Return what people call a layer of our nets, or the name of any other layer.
+
+    >>> layer_title("net.hidden.0.gate"), layer_title("net.input_gate"), layer_title("encoder.fc2")
+    ('hidden layer 1', 'inputs', 'encoder.fc2')
+    """
+    own = re.fullmatch(r"(?:net\.)?(input_gate|output|hidden\.(\d+))(?:\.gate|\.linear)?", name)
+    if own is None:
+        return name.removesuffix(".dg_gate")
+    if own[2] is not None:
+        return f"hidden layer {int(own[2]) + 1}"
+    return "inputs" if own[1] == "input_gate" else "output layer"
+
+
+def _last_values(run: RunRecord) -> dict[str, float]:
+    """Return the last value of every metric, from the test where it has one."""
     last: dict[str, float] = {}
     for row in run.metrics:
-        last |= {
-            key: value
-            for key, value in row.items()
-            if key.startswith(("val/", "compute/", "tasks/"))
-        }
-    last |= {key: value for key, value in run.test.items() if key != "step"}
+        last |= row
+    return last | run.test
+
+
+def _facts(run: RunRecord) -> str:
+    """Return what counts: some figures, and one sentence on what happened."""
+    last = _last_values(run)
+    figures, text_of_result = [], ""
+    for key, (name, form, sentence) in _RESULTS.items():
+        if key in last:
+            figures.append((name, format(last[key], form)))
+            text_of_result = sentence.format(format(last[key], form))
+            break
+    if "compute/macs" in last:
+        figures.append(("MACs per sample", f"{last['compute/macs']:,.0f}"))
+    if "compute/macs_share" in last:
+        figures.append(("of the dense net's MACs", f"{last['compute/macs_share']:.1%}"))
+        text_of_result += f" with {last['compute/macs_share']:.1%} of the dense net's MACs"
+    said = [f"The net {text_of_result}."] if text_of_result else []
+    for key, allowed in last.items():
+        if key.startswith("gates/budget_allowed"):
+            part = key.removeprefix("gates/budget_allowed").removeprefix("/")
+            figures.append((f"budget {part}".strip(), f"{allowed:.1%}"))
+            used = last.get(key.replace("allowed", "used"))
+            if used is not None:
+                said.append(f"It was allowed {allowed:.1%} and used {used:.1%} in training.")
+    if not figures:
+        return ""
+    said.append(_health(run))
+    cells = "".join(f"<div><dd>{text(v)}</dd><dt>{text(k)}</dt></div>" for k, v in figures)
+    return f'<dl class="facts">{cells}</dl>\n<p class="said">{text(" ".join(said))}</p>'
+
+
+def _final_metrics(run: RunRecord) -> str:
+    last = _last_values(run)
     names = {
         "test/accuracy": ("test accuracy", ".2%"),
         "test/macro_f1": ("test macro-F1", ".2%"),
@@ -325,12 +391,13 @@ def _open_rates(run: RunRecord) -> str:
     for kind, title in (("g", "Open rate: hard gates g"), ("p", "Mean probability p")):
         lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for row in run.layers:
-            lines[row["layer"]].append((int(row["epoch"]), float(row[f"open_rate_{kind}"])))
+            name = layer_title(row["layer"])
+            lines[name].append((int(row["epoch"]), float(row[f"open_rate_{kind}"])))
         charts.append(line_chart(title, lines, "epoch", "share", percent=True))
     churn: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in run.layers:
         if row["churn"]:
-            churn[row["layer"]].append((int(row["epoch"]), float(row["churn"])))
+            churn[layer_title(row["layer"])].append((int(row["epoch"]), float(row["churn"])))
     charts.append(
         line_chart(
             "Churn: mean change per unit since the last snapshot",
@@ -342,10 +409,11 @@ def _open_rates(run: RunRecord) -> str:
     )
     if run.positions:
         title = "Open rate by position in a sequence"
-        charts.append(line_chart(title, run.positions, "position", "share", percent=True))
+        lines = {layer_title(name): points for name, points in run.positions.items()}
+        charts.append(line_chart(title, lines, "position", "share", percent=True))
     columns = ["layer", "epoch", "open g", "mean p", "churn", "dead units", "τ", "θ"]
     rows = [
-        [row["layer"], row["epoch"], _percent_cell(row["open_rate_g"]),
+        [layer_title(row["layer"]), row["epoch"], _percent_cell(row["open_rate_g"]),
          _percent_cell(row["open_rate_p"]), _percent_cell(row["churn"]), row["dead_units"],
          f"{float(row['temperature']):.3g}", f"{float(row['threshold']):.3g}"]
         for row in run.layers
@@ -368,15 +436,16 @@ def _gate(run: RunRecord, layer: str, level: int) -> str:
             maps.append(class_map(layer, shares[seen], [names[index] for index in seen]))
     if layer in run.histograms:
         bins = run.histograms[layer]
+        width = 1 / len(bins)
         bars = [
-            Bar(f"{low:.2f} to {low + 1 / len(bins):.2f}", share, f"{share:.1%}",
-                f"p from {low:.2f} to {low + 1 / len(bins):.2f}: {share:.2%}")
-            for low, share in bins
+            Bar(f"{low:.2f} to {low + width:.2f}", share, f"{share:.1%}",
+                f"p from {low:.2f} to {low + width:.2f}: {share:.2%}")
+            for low, share in bins if share > 0
         ]  # fmt: skip
         maps.append(bar_chart("Histogram of p", bars, "share", percent=True))
     scale = '<p class="scale" aria-hidden="true"><i></i></p>'
     features = _features(run, layer)
-    return section(f"Gate {layer}", scale, _tiles(maps), features, level=level)
+    return section(f"Gate of {layer_title(layer)}", scale, _tiles(maps), features, level=level)
 
 
 def _features(run: RunRecord, layer: str) -> str:
@@ -402,15 +471,26 @@ def _schedules(run: RunRecord) -> str:
 
 def _collapse(run: RunRecord) -> str:
     if run.verdicts:
-        rows = [[v["step"], v["layer"], v["mode"].replace("_", " ")] for v in run.verdicts]
+        rows = [
+            [v["step"], layer_title(v["layer"]), v["mode"].replace("_", " ")] for v in run.verdicts
+        ]
         return table(["step", "gate", "failure"], rows)
+    health = _health(run)
+    return f"<p>{text(health)}</p>" if health else ""
+
+
+def _health(run: RunRecord) -> str:
+    """Return a sentence on whether gates collapsed."""
+    if run.verdicts:
+        failed = dict.fromkeys(layer_title(verdict["layer"]) for verdict in run.verdicts)
+        return f"Gates failed: {', '.join(failed)}."
     if run.watched is None:  # from an earlier version
-        return "<p>No failure was recorded.</p>" if run.layers else ""
+        return "No failure was recorded." if run.layers else ""
     gates = dict.fromkeys(row["layer"] for row in run.layers)
-    if unwatched := [name for name in gates if name not in run.watched]:
+    if unwatched := [layer_title(name) for name in gates if name not in run.watched]:
         names = "Gates were" if len(unwatched) == len(gates) else f"{', '.join(unwatched)}:"
-        return f"<p>{text(names)} not watched for collapse: add CollapseDetector.</p>"
-    return "<p>No gate failed.</p>" if gates else ""
+        return f"{names} not watched for collapse: add CollapseDetector."
+    return "No gate failed." if gates else ""
 
 
 def _compute(run: RunRecord) -> str:
@@ -419,19 +499,22 @@ def _compute(run: RunRecord) -> str:
     columns = ["layer", "dense MACs", "executed", "decisions", "of dense", "open g", "dead units"]
     rows, bars = [], []
     for layer in run.compute:
-        dense, macs = float(layer["macs_dense"]), float(layer["macs"])
+        name, dense, macs = (
+            layer_title(layer["name"]),
+            *map(float, (layer["macs_dense"], layer["macs"])),
+        )
         gate_macs = float(layer["gate_macs"])
         share = (macs + gate_macs) / dense if dense else None
         rows.append(
-            [layer["name"], f"{dense:,.0f}", f"{macs:,.0f}", f"{gate_macs:,.0f}",
+            [name, f"{dense:,.0f}", f"{macs:,.0f}", f"{gate_macs:,.0f}",
              "" if share is None else f"{share:.1%}", _percent_cell(layer["open_rate_g"]),
              layer["dead_units"]]
         )  # fmt: skip
         if dense:
-            tip = f"{layer['name']}: {macs + gate_macs:,.0f} of {dense:,.0f} MACs, {share:.2%}"
-            bars.append(Bar(layer["name"], share or 0.0, f"{share:.1%}", tip))
+            tip = f"{name}: {macs + gate_macs:,.0f} of {dense:,.0f} MACs, {share:.2%}"
+            bars.append(Bar(name, share or 0.0, f"{share:.1%}", tip))
     chart = bar_chart("Executed MACs relative to the dense layer", bars, "share", percent=True)
-    return table(columns, rows, "MACs per sample in the test") + chart
+    return table(columns, rows, "MACs per sample in the test") + _tiles([chart])
 
 
 def _confusion(run: RunRecord) -> str:
@@ -469,7 +552,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def run_page(folder: Path) -> str:
     """Return the page for a run, or for the newest run in a folder of runs."""
     run = folder if is_run(folder) else _newest_run(folder)
-    return page(str(run), run_part(read_run(run)))
+    record = read_run(run)
+    when = "" if record.finished is None else f"{record.finished:%d %B %Y, %H:%M}, "
+    return page(record.title, run_part(record), f"{when.lstrip('0')}{run}")
 
 
 def write_page(folder: Path, content: str, output: Path | None = None) -> Path:
@@ -504,7 +589,7 @@ def _output_paths(run: Path) -> list[Path]:
     return [path for name in names if (path := run / name).exists()]
 
 
-def page(title: str, content: str) -> str:
+def page(title: str, content: str, subtitle: str = "") -> str:
     """Wrap content in a complete page with its style and script."""
     here = files("dg_lightning.monitoring.report")
     style = here.joinpath("style.css").read_text(encoding="utf-8")
@@ -521,7 +606,7 @@ def page(title: str, content: str) -> str:
 </head>
 <body>
 <a class="skip" href="#content">Skip to content</a>
-<header><h1>{text(title)}</h1></header>
+<header><h1>{text(title)}</h1>{f"<p>{text(subtitle)}</p>" if subtitle else ""}</header>
 <main id="content">
 {content}
 </main>
