@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
 from dg_lightning.arguments import checked, renamed
@@ -98,20 +97,33 @@ class AddGates(pl.Callback):
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         part = named_part(self, pl_module, self.submodule)
-        if not gated_units(part):  # not added in an earlier stage or manually
-            self._put_into(part, trainer, pl_module, stage)
-
-    def _put_into(
-        self, part: nn.Module, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
-    ) -> None:
+        if gated_units(part):  # in an earlier stage, or manually
+            return
         if has_averages(trainer):
             raise ValueError(
                 "A weight-averaging callback copied the model before gates were added: list "
                 "AddGates before that callback, and create layers in `__init__`."
             )
+        self.add_to(pl_module, getattr(trainer, "datamodule", None), stage)
+        rank_zero_info(f"AddGates:\n{self._found}")
+
+    def add_to(
+        self,
+        pl_module: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        stage: str = "fit",
+    ) -> None:
+        """Add gates now, without a Trainer.
+
+        Args:
+            pl_module: The module, whose layers exist.
+            datamodule: The data, set up for the stage, if an example must come from it.
+            stage: `fit`, `validate`, `test` or `predict`.
+        """
+        part = named_part(self, pl_module, self.submodule)
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
-            example = first_inputs(trainer, pl_module, stage)
+            example = first_inputs(datamodule, pl_module, stage)
         if type(part).forward is pl.LightningModule.forward:  # no `forward` is defined
             names = ", ".join(name for name, _ in part.named_children())
             raise ValueError(
@@ -126,7 +138,6 @@ class AddGates(pl.Callback):
             example=example,
             more_examples=self.more_examples,
         )
-        rank_zero_info(f"AddGates:\n{self._found}")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

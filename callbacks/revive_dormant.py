@@ -81,7 +81,7 @@ class Revival(DeferredStateCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         example = self.example
         if example is None and offered_example(pl_module) is None:
-            example = first_inputs(trainer, pl_module, "fit")
+            example = first_inputs(getattr(trainer, "datamodule", None), pl_module, "fit")
         found = find_watched(pl_module, example, self.decay)
         self.units = filter_by_name(found, self.layers, "layer with units")
         self._handles = [units.watch() for units in self.units.values()]

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from dg_lightning.callbacks import AddGates
 from dg_lightning.checking import check
 from dg_lightning.files import atomic_write
 from dg_lightning.schedules import Clock, Curve, acting, collect_plan, plan_warnings
@@ -51,6 +52,10 @@ class PlanningTrainer(pl.Trainer):
 
         clock = self._clock(datamodule)
         callbacks = self.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, AddGates):
+                model.configure_model()
+                callback.add_to(model, datamodule)
         curves = acting(collect_plan(callbacks, clock, model))
         if not curves:
             rank_zero_info("No callback has a schedule: there is nothing to plan.")

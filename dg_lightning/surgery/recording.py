@@ -271,10 +271,10 @@ def check_example(example: Any) -> None:
         raise ValueError(f"`example` must contain a tensor, got {example!r}.")
 
 
-def first_inputs(trainer: Any, pl_module: Any, stage: str) -> Any:
+def first_inputs(datamodule: Any, pl_module: Any, stage: str) -> Any:
     """Return the inputs in the first batch from the DataModule or the module's loader, if any."""
     method = f"{_LOADERS[stage]}_dataloader"
-    source: Any = getattr(trainer, "datamodule", None) or pl_module
+    source: Any = datamodule or pl_module
     if source is pl_module and not is_overridden(method, pl_module):
         return None
     with torch.random.fork_rng(devices=[]):

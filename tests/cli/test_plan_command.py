@@ -27,6 +27,13 @@ def test_draws_all_schedules_without_training(capsys: pytest.CaptureFixture[str]
     assert not Path("runs").exists()
 
 
+def test_gates_that_a_callback_adds_have_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    added = '{"class_path": "AddGates", "init_args": {"feed_forward": {"kind": "static"}}}'
+    annealing = '{"class_path": "TemperatureAnnealing", "init_args": {"start": 2.0, "end": 0.5}}'
+    main(["plan", "--config=digits/baseline", f"--trainer.callbacks=[{added}, {annealing}]"])
+    assert "τ" in capsys.readouterr().out
+
+
 def test_names_risks(capsys: pytest.CaptureFixture[str]) -> None:
     phases = "--trainer.callbacks.ThresholdPhases"
     main(["plan", *CONFIGS, f"{phases}.transition=0", f"{phases}.buffer_keep=null", "--output=."])
