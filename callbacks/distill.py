@@ -36,7 +36,8 @@ class Distill(DeferredStateCallback):
     The teacher gets copies of the model's inputs, in evaluation mode and without gradients. The
     module need not know about it: the term is added right before the backward pass. Only the
     gradient changes, not the value of the loss. In manual optimization, the term is added to the
-    losses that `manual_backward` receives. If you scale them, scale `weight` too.
+    losses that `manual_backward` receives. If you scale them, scale `weight` too. A compiled model
+    must allow graph breaks (`fullgraph=False`, the default of `torch.compile`).
 
     Args:
         teacher: A module with the model's inputs and outputs, or a checkpoint of a LightningModule
@@ -133,8 +134,9 @@ class Distill(DeferredStateCallback):
         self._model = teacher.requires_grad_(False)
         for layer in self.layers:
             self._watch(model, layer)
-        before = model.register_forward_pre_hook(self._ask_teacher, prepend=True, with_kwargs=True)
-        after = model.register_forward_hook(self._note_pass, with_kwargs=True)
+        ask, note = _uncompiled(self._ask_teacher), _uncompiled(self._note_pass)
+        before = model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(note, with_kwargs=True)
         for handle in (before, after):
             self._hooks.callback(handle.remove)
 
@@ -164,7 +166,8 @@ class Distill(DeferredStateCallback):
                     f"`layers` of Distill must name layers of the model and of its teacher, but "
                     f"{type(part).__name__} has no {layer!r}."
                 )
-        self._hooks.callback(model.get_submodule(layer).register_forward_hook(hook).remove)
+        handle = model.get_submodule(layer).register_forward_hook(_uncompiled(hook))
+        self._hooks.callback(handle.remove)
 
     def _ask_teacher(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Run the teacher on the inputs of a forward pass, before the model can change them."""
@@ -300,7 +303,8 @@ class Distill(DeferredStateCallback):
         self._forget_passes()
         if self._distance is not None:
             suffix = "" if self.name is None else f"/{self.name}"
-            log_step(pl_module, {f"distill/loss{suffix}": self._distance})
+            mean: Any = trainer.strategy.reduce(self._distance, reduce_op="mean")
+            log_step(pl_module, {f"distill/loss{suffix}": mean})
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -421,6 +425,12 @@ def _name_of_model(pl_module: nn.Module) -> str:
             "`submodule` of Distill."
         )
     return names[0]
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that keeps tensors, which compiled code must not do."""
+    eager: Any = torch.compiler.disable(hook)
+    return cast("Callable[..., None]", eager)
 
 
 def _storing(found: dict[str, Tensor], layer: str) -> Callable[..., None]:

@@ -156,7 +156,7 @@ class CheckingTrainer(PlanningTrainer):
     arguments: dict[str, Any]  # Trainer arguments from the config
 
     @override
-    def validate(  # type: ignore[override]
+    def validate(
         self,
         model: pl.LightningModule | None = None,
         dataloaders: Any = None,
@@ -168,7 +168,7 @@ class CheckingTrainer(PlanningTrainer):
         return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     @override
-    def test(  # type: ignore[override]
+    def test(
         self,
         model: pl.LightningModule | None = None,
         dataloaders: Any = None,

@@ -436,3 +436,19 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:
         trainer_for(tmp_path, [Distill(net(5))], 3).fit(module, loader())
         ends.append(module.net[0].weight.detach())
     assert torch.equal(*ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_model_learns_as_the_plain_one(wrapped: bool, tmp_path: Path) -> None:
+    ends = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        module, layers = Module(), None if wrapped else ["0"]
+        if compiled and wrapped:
+            module.net = torch.compile(module.net, backend="aot_eager")
+        elif compiled:
+            module.net.compile(backend="aot_eager")
+        trainer_for(tmp_path, [Distill(net(1), layers=layers)], steps=3).fit(module, loader())
+        ends.append(list(module.parameters()))
+    torch.testing.assert_close(ends[1], ends[0])
