@@ -112,7 +112,7 @@ def of_trials(study: Study) -> str:
         figures = [
             study.percent(v, "val_accuracy"),
             study.percent(v),
-            f"{statistics.fmean(losses):+.2f}",
+            f"{statistics.fmean(losses):+.2f}" if losses else "",
         ]
         lines.append(
             [f"`{v}`", str(len(study.values(v, "seed"))), *figures, used, study.open_rates(v)]
