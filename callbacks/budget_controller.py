@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -148,7 +148,9 @@ class BudgetController(DeferredStateCallback, Penalty):
         known = self.term.gates.values()
         if trainer.global_step == 0 or not all(gate in everything.values() for gate in known):
             self._reset()
-        budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+        budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure, unfreezes)
         gates: dict[str, GateLike] = {}
         for name, budget in budgets.items():
             multiplier = Multiplier(self.method, self.initial_weight, self.max_weight)

@@ -257,11 +257,16 @@ def usage_by_budget(budgets: Sequence[GateBudget], rates: Tensor) -> Tensor:
 
 
 def gate_budgets(
-    module: nn.Module, shares: Mapping[str, float], layers: Sequence[str] | None, measure: Measure
+    module: nn.Module,
+    shares: Mapping[str, float],
+    layers: Sequence[str] | None,
+    measure: Measure,
+    trained_later: bool = False,
 ) -> dict[str, GateBudget]:
     """Create a budget for each group of gates, by name pattern.
 
-    The pattern "" stands for the gates selected by `layers` and the MACs of the whole module.
+    The pattern "" stands for the gates selected by `layers` and the MACs of the whole module. With
+    `trained_later`, no gate needs to be trainable yet.
 
     Raises:
         ValueError: If a gate belongs to two groups, or if its usage cannot be measured or trained.
@@ -281,7 +286,8 @@ def gate_budgets(
                     "cannot change: set its `k`, or use another policy."
                 )
         modules = [gate for gate in gates.values() if isinstance(gate, nn.Module)]
-        if not any(p.requires_grad for gate in modules for p in gate.parameters()):
+        is_trained = any(p.requires_grad for gate in modules for p in gate.parameters())
+        if not is_trained and not trained_later:
             raise ValueError(
                 f"The gates {', '.join(gates)} have no trainable parameters, so they cannot be "
                 "budgeted: set `requires_grad`."

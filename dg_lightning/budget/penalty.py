@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dg_lightning.arguments import renamed
 from dg_lightning.compute.macs import LinearMap, calls_per_sample
@@ -51,9 +51,25 @@ def penalty(
     0.8
     """
     rates = mean_rates(gates, rate, unit_shares)
+    if torch.is_grad_enabled() and (blind := _without_graph(gates, rate)):
+        raise RuntimeError(
+            f"A penalty on {blind[0]} would have no gradient, because it ran without gradients: "
+            "use `use_reentrant=False` for activation checkpointing, or compute the penalty under "
+            "`no_grad`."
+        )
     return usage_term(
         usage, rates, targets=targets, power=power, layer_weights=layer_weights, prices=prices
     )
+
+
+def _without_graph(gates: Mapping[str, GateLike], rate: Literal["p", "g"]) -> list[str]:
+    """Return the names of trainable gates whose last pass recorded no graph."""
+    found = []
+    for name, gate in gates.items():
+        value = gate.probability if rate == "p" else gate.gate
+        can_train = isinstance(gate, nn.Module) and any(p.requires_grad for p in gate.parameters())
+        found += [name] if can_train and value is not None and not value.requires_grad else []
+    return found
 
 
 def mean_rates(

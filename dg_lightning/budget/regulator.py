@@ -234,6 +234,10 @@ _ALL_CLOSED = (
     "No unit is open: raise the budget, or set a floor with the gates' `min_open` or the callback "
     "MinimumActivity."
 )
+_UNLANDED = (
+    "The optimizer took fewer steps than were planned, and gates meet their budget after "
+    "`freeze_at`: train for longer, or set `freeze_at` to an earlier step."
+)
 _OTHER_INPUTS = (
     "Training inputs differ (random crops, dropout), or the input features of GateNets are still "
     "changing. Gates are corrected after every validation, so land some epochs earlier."
@@ -388,8 +392,8 @@ class Regulator:
         line = self._words(self.reached, when)
         if self.budget.closes_all(self.reached) and not rehearsal:
             rank_zero_warn(f"BudgetController: {line} {_ALL_CLOSED}")
-        elif self._misses(self.reached) and landed and not rehearsal:
-            rank_zero_warn(f"BudgetController: {line} {self._cause()}")
+        elif self._misses(self.reached) and not rehearsal:
+            rank_zero_warn(f"BudgetController: {line} {self._cause() if landed else _UNLANDED}")
         else:
             rank_zero_info(f"BudgetController: {line}")
 

@@ -7,10 +7,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from dg_lightning.compute.macs import as_matrix, gate_submodules, is_linear_map, unit_axis
 from dg_lightning.gates import gate_layers
-from dg_lightning.surgery.recording import Call, Recording, record
+from dg_lightning.surgery.recording import Call, Recording, arguments_of, call_model, record
 from dg_lightning.surgery.watching import units_read_elsewhere
 
 Kind: TypeAlias = Literal["feed_forward", "heads", "channels"]
@@ -284,7 +285,14 @@ def find_units(
             f"{type(model).__name__} is on the meta device, where it cannot run: load its weights "
             "first."
         )
+    if lazy := [n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet, because its lazy layer has not run: run the model on a "
+            "batch first."
+        )
     examples = [example, *more_examples]
+    for given in examples:
+        _check_runs(model, given)
     probes: dict[str, Probe] = {}
     skipped: dict[str, str | None] = {}
     for seed in range(_MAX_RUNS):
@@ -319,6 +327,19 @@ def find_units(
         )
     reasons = {name: reason for name, reason in skipped.items() if reason is not None}
     return UnitSearchResult(units, reasons, calls_per_sample)
+
+
+def _check_runs(model: nn.Module, example: Any) -> None:
+    """Raise ValueError if the model cannot run on an example."""
+    args, kwargs = arguments_of(model, example)
+    try:
+        call_model(model, args, kwargs)
+    except Exception as error:  # a model may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"{type(model).__name__} cannot run on `example` ({reason}): pass inputs of the shapes "
+            "and types that it takes."
+        ) from error
 
 
 class _Graph:

@@ -21,6 +21,13 @@ _GATE = "dg_gate"  # attribute of a layer under which the gate on its inputs is 
 _NESTED = "dg_use_nested_tensor"  # attribute that saves the setting of a TransformerEncoder
 
 
+# Quantization replaces layers and copies their hooks, but not how hooks are called.
+_REPLACED = (
+    "A layer with a gate was replaced by another one, as quantization does: call `compact` before "
+    "quantizing, which removes the gates."
+)
+
+
 class Hooks:
     """The hooks that apply a gate in the forward pass of a model.
 
@@ -46,15 +53,19 @@ class Hooks:
             self.handles.append(compute_gate)
 
     def compute_gate(
-        self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, producer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:
         """Compute the gate from the producer's input."""
+        if kwargs is None:
+            raise RuntimeError(_REPLACED)
         self._open = self.gate(first_tensor(args, kwargs))
 
     def apply_gate(
-        self, consumer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, consumer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Multiply the consumer's input by the gate."""
+        if kwargs is None:
+            raise RuntimeError(_REPLACED)
         x = first_tensor(args, kwargs)
         spatial = -1 - self.axis
         if self.gate.input_dependent:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dg_lightning import GatedMLP, StaticGate, gate_layers
 from dg_lightning.budget.penalty import (
@@ -145,3 +146,19 @@ def test_a_gate_that_took_no_part_is_named() -> None:
     net = GatedMLP(4, [3], 2, gate={"kind": "static"})
     with pytest.raises(RuntimeError, match=r"'hidden.0.gate' has no probability"):
         mean_rates(gate_layers(net))
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_penalty_without_a_gradient_is_refused(kind: Any) -> None:
+    net = GatedMLP(6, [4, 3], 2, gate={"kind": kind})
+    x = torch.randn(5, 6, requires_grad=True)
+    checkpoint(net, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        penalty(gate_layers(net))
+    with torch.no_grad():
+        assert penalty(gate_layers(net)) > 0
+    checkpoint(net, x, use_reentrant=False)
+    assert penalty(gate_layers(net)).requires_grad
+    net.requires_grad_(False)
+    net(torch.randn(5, 6))
+    assert penalty(gate_layers(net)) > 0  # nothing can train

@@ -5,7 +5,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 from dg_lightning import GatedClassifier, gate_layers
 from dg_lightning.callbacks import BudgetController, GatePenalty, RigL, ThresholdPhases
@@ -241,3 +245,36 @@ def test_a_checkpoint_from_before_the_landing_is_warned_of(tmp_path: Path) -> No
 def test_a_keep_target_that_no_penalty_follows_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="The keep target of ThresholdPhases has no effect"):
         fitted([ThresholdPhases(), BudgetController(0.5)], tmp_path, epochs=1)
+
+
+class GatesLater(BaseFinetuning):
+    """Trains gates from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        gates: Any = list(gate_layers(pl_module).values())
+        self.freeze(gates)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            gates: Any = list(gate_layers(pl_module).values())
+            self.make_trainable(gates)
+
+
+def test_gates_that_are_trained_later_are_budgeted(tmp_path: Path) -> None:
+    controller = BudgetController(0.5, begin="30%")
+    model, _ = fitted([GatesLater(), controller], tmp_path, epochs=6)
+    assert model.compute_report is not None
+    share = model.compute_report.macs / model.compute_report.macs_dense
+    assert share == pytest.approx(0.5, abs=0.02)
+
+
+class Stops(pl.Callback):
+    """Ends training early, as `EarlyStopping` does."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = True
+
+
+def test_a_run_that_ends_before_its_landing_warns(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="fewer steps than were planned"):
+        fitted([BudgetController(0.25), Stops()], tmp_path, epochs=8)

@@ -188,7 +188,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_an_error_in_the_model_leaves_no_hook_behind() -> None:
     net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(5, 2))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="cannot run on `example`"):
         find_units(net, X)
     assert net.training
     assert not any(child._forward_hooks for child in net)
@@ -457,3 +457,18 @@ def test_attention_to_an_empty_memory_is_no_attention_without_heads() -> None:
         return out
 
     assert set(find_units(Uses(attend), X).units) == {"second"}
+
+
+@pytest.mark.parametrize("example", [torch.randn(2, 7), torch.ones(2, 5, dtype=torch.long)])
+def test_an_example_that_the_model_refuses_is_named(example: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="cannot run on `example`"):
+        find_units(net, example)
+
+
+def test_lazy_layers_must_have_run() -> None:
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"2\.weight has no shape yet"):
+        find_units(net, torch.randn(2, 5))
+    net(torch.randn(2, 5))
+    assert list(find_units(net, torch.randn(2, 5)).units) == ["2"]

@@ -12,6 +12,7 @@ from dg_lightning import GatedFeedForward, add_gates, gate_layers, remove_gates
 from dg_lightning.compute import executed_macs, linear_maps
 from dg_lightning.compute.macs import decision_macs
 from dg_lightning.compute.whole_net import FlopRecorder
+from dg_lightning.surgery import compact
 
 STATIC: Any = {"kind": "static"}
 BLOCKS: Any = {"kind": "static", "block_size": 2}
@@ -249,3 +250,22 @@ def test_a_pair_whose_units_are_gated_already_is_refused() -> None:
     layer = GatedFeedForward(8, 16, gate={"kind": "dynamic", "block_size": 4})
     with pytest.raises(ValueError, match=r"`pairs`.*'fc1'.*'gate'"):
         add_gates(layer, feed_forward=STATIC, pairs=[("fc1", "fc2")])
+
+
+@pytest.mark.parametrize("settings", [STATIC, LOW_RANK])
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_model_with_gates_is_not_quantized(settings: Any) -> None:
+    net = plain().eval()
+    add_gates(net, feed_forward=settings, example=X)
+    quantized = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    with pytest.raises(RuntimeError, match="call `compact`"):
+        quantized(X)
+    if settings is STATIC:
+        net[3].dg_gate.logit.data[::2] = -1.0
+        small = compact(net, X).model
+        torch.testing.assert_close(
+            torch.ao.quantization.quantize_dynamic(small, {nn.Linear})(X),
+            net(X),
+            rtol=0.1,
+            atol=0.1,
+        )
