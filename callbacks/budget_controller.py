@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,11 +14,13 @@ from dg_lightning.arguments import checked, renamed
 from dg_lightning.budget import (
     FrozenGates,
     Measure,
+    Method,
     Multiplier,
     Regulator,
     Timetable,
     check_budget,
     gate_budgets,
+    gate_loads,
     usage_by_budget,
 )
 from dg_lightning.gates import GateLike, gate_layers, init_recorded_gates
@@ -31,7 +33,13 @@ from dg_lightning.schedules import (
     check_duration,
     warn_of_risks,
 )
-from dg_lightning.training import copy_gates_to_averages, is_due, log_step
+from dg_lightning.training import (
+    DeviceScalars,
+    copy_gates_to_averages,
+    is_due,
+    is_replayed,
+    log_step,
+)
 
 from ._penalty_term import Penalty, PenaltyTerm
 from ._shared import DeferredStateCallback, mean_over_ranks, state_key
@@ -61,7 +69,10 @@ class BudgetController(DeferredStateCallback, Penalty):
             Lagrangian. `shift` uses no penalty and instead shifts logits up or down until the
             allowed share is used. Use `shift` for gates that scale (`scale: probability`). Their
             closed units get no gradient from the loss, so units that a penalty closed would not
-            reopen.
+            reopen. `balance` moves the bias of every block after each pass until the allowed share
+            of tokens opens it, without a loss term (arXiv:2408.15664), so no block dies and all
+            are used alike. It needs `measure="open_rate"` and gates that depend on the input.
+            Start gates at the budget with `initial_open_rate`, and apart with `initial_spread`.
         begin: When the penalty begins.
         until: When the budget should be reached.
         freeze_at: When the gates are frozen.
@@ -79,6 +90,7 @@ class BudgetController(DeferredStateCallback, Penalty):
     |---|---|
     | `gates/penalty` | penalised usage, with the suffix `/<pattern>` for several budgets |
     | `gates/penalty_weight` | λ, with the same suffix |
+    | `gates/load_spread/<gate>` | standard deviation of block loads over their mean (`balance`) |
     | `gates/budget_used`, `gates/budget_allowed` | used and allowed shares, with the same suffix |
 
     >>> BudgetController(budget=0.25).measure
@@ -91,7 +103,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         self,
         budget: float | dict[str, float],
         measure: Measure = "macs",
-        method: Literal["pi", "dual", "shift"] = "pi",
+        method: Method = "pi",
         begin: Duration = "5%",
         until: Duration = "30%",
         freeze_at: Duration = "40%",
@@ -104,6 +116,11 @@ class BudgetController(DeferredStateCallback, Penalty):
         check_budget(budget, layers, initial_weight, max_weight)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"`every_n_steps` must be at least 1, got {every_n_steps}.")
+        if method == "balance" and measure != "open_rate":
+            raise ValueError(
+                f"`method='balance'` needs `measure='open_rate'`, got {measure!r}: it sets the "
+                "share of tokens that open each block."
+            )
         for argument, when in (("begin", begin), ("until", until), ("freeze_at", freeze_at)):
             check_duration(argument, when)
         self.budget = dict(budget) if isinstance(budget, dict) else budget
@@ -118,6 +135,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         self._regulators: dict[str, Regulator] = {}
         self._measured_at = 0
         self._penalizes = False  # whether the penalty acts in the current step
+        self._target = DeviceScalars([0.0])  # allowed shares, for the method `balance`
         self.frozen = False  # whether the gates have stopped learning
         self._held: FrozenGates | None = None  # parameters of the frozen gates
 
@@ -152,6 +170,12 @@ class BudgetController(DeferredStateCallback, Penalty):
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
         budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure, unfreezes)
         gates: dict[str, GateLike] = {}
+        fixed = [n for b in budgets.values() for n, g in b.gates.items() if not g.input_dependent]
+        if self.method == "balance" and fixed:
+            raise ValueError(
+                f"`method='balance'` needs gates that depend on the input, got {fixed[0]}: use "
+                "another method, or `kind: dynamic`."
+            )
         for name, budget in budgets.items():
             multiplier = Multiplier(self.method, self.initial_weight, self.max_weight)
             regulator = self._regulators.setdefault(name, Regulator(name, budget, multiplier))
@@ -178,7 +202,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         """Return the curve of each allowed share, assuming full usage at `begin`."""
         curves = []
         freezes_at = clock.steps(self.freeze_at, "freeze_at")
-        reads: tuple[Quantity, ...] = () if self.method == "shift" else ("factor",)
+        reads: tuple[Quantity, ...] = ("factor",) if self._has_term else ()
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
             allowed = Schedule(1.0, share, "exponential", self.begin, self.until).resolve(clock)
@@ -200,7 +224,7 @@ class BudgetController(DeferredStateCallback, Penalty):
 
     @override
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        begun = trainer.global_step >= self._times.begin and self.method != "shift"
+        begun = trainer.global_step >= self._times.begin and self._has_term
         for shared in self.term.shared(trainer):
             shared.penalty_begun = bool(shared.penalty_begun) or (begun and shared.factor > 0)
         self._penalizes = begun and self._held is None
@@ -208,7 +232,35 @@ class BudgetController(DeferredStateCallback, Penalty):
             regulator.budget.update_prices()
             if self._penalizes and regulator.start is None:
                 return None  # measure once before the penalty starts
-        return self._penalizes, self.term.prepare(trainer)
+        if self._balances(trainer):
+            if any(regulator.start is None for regulator in self._regulators.values()):
+                return None
+            progress = self._times.progress_at(trainer.global_step)
+            self._target.set([r.target_load(progress) for r in self._regulators.values()])
+        return self._penalizes, self._balances(trainer), self.term.prepare(trainer)
+
+    @property
+    def _has_term(self) -> bool:
+        """Whether a penalty is added to the loss."""
+        return self.method in ("pi", "dual")
+
+    def _balances(self, trainer: pl.Trainer) -> bool:
+        """Return True if this step moves the biases of blocks."""
+        begun = self.method == "balance" and trainer.global_step >= self._times.begin
+        return begun and self._held is None
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_after_backward(trainer, pl_module)
+        if self._balances(trainer) and not is_replayed(pl_module):
+            mean = partial(mean_over_ranks, trainer)
+            passes = trainer.accumulate_grad_batches
+            for regulator in self._regulators.values():
+                regulator.begin(mean)
+            self.prepare_step(trainer)
+            for index, regulator in enumerate(self._regulators.values()):
+                target = self._target.on(next(iter(regulator.budget.gates.values())).threshold)
+                regulator.balance(target[index], passes, mean)
 
     @override
     def add_penalty(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -265,6 +317,11 @@ class BudgetController(DeferredStateCallback, Penalty):
                 is_new = True
             allowed = regulator.allowed(self._times.progress_at(self._measured_at))
             self._log(pl_module, name, is_new, budget_used=regulator.used, budget_allowed=allowed)
+        if self.method == "balance" and is_new:
+            for name, gate in self.term.gates.items():
+                loads = mean_over_ranks(trainer, gate_loads(gate))
+                spread = loads.std(correction=0) / loads.mean()
+                log_step(pl_module, {f"gates/load_spread/{name}": spread}, always=True)
 
     def _measure(self, trainer: Any, pl_module: pl.LightningModule, step: int) -> None:
         """Measure the usage, then adjust λ or shift logits onto the budget."""
@@ -274,7 +331,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             if self._held is not None:
                 regulator.land(used, self._times.landing_progress(step), mean)
             elif self._times.begin <= step < self._times.freeze_at:
-                regulator.control(used, self._times.progress_at(step), mean)
+                regulator.control(used, self._times.progress_at(step), mean, self._times.interval)
         if step >= self._times.freeze_at:
             self._freeze(trainer, pl_module)
 

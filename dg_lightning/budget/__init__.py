@@ -12,7 +12,15 @@ from .penalty import (
     unit_costs_by_connections,
     usage_term,
 )
-from .regulator import FrozenGates, Landing, Multiplier, Regulator, Timetable
+from .regulator import (
+    FrozenGates,
+    Landing,
+    Method,
+    Multiplier,
+    Regulator,
+    Timetable,
+    gate_loads,
+)
 
 __all__ = [
     "FrozenGates",
@@ -20,12 +28,14 @@ __all__ = [
     "Landing",
     "MacsCost",
     "Measure",
+    "Method",
     "Multiplier",
     "Regulator",
     "Timetable",
     "Usage",
     "check_budget",
     "gate_budgets",
+    "gate_loads",
     "gates_without_macs",
     "mean_rate",
     "mean_rates",

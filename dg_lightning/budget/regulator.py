@@ -14,6 +14,8 @@ from dg_lightning.budget.budget import GateBudget
 from dg_lightning.gates.protocol import GateLike
 from dg_lightning.schedules.schedule import Clock, Duration, Schedule, ValueAt
 
+Method: TypeAlias = Literal["pi", "dual", "shift", "balance"]
+
 
 class Multiplier:
     """The penalty weight λ for a budget, which adapts to measured usage on the device.
@@ -22,7 +24,7 @@ class Multiplier:
     `dual` is gradient ascent on the Lagrangian.
 
     Args:
-        method: The update rule. `shift` uses no penalty, so its λ never changes.
+        method: The update rule. `shift` and `balance` use no penalty, so their λ never changes.
         initial: The initial λ.
         highest: The largest λ.
         integral: Gain for the accumulated error. For `dual`, the step size as a multiple of
@@ -32,7 +34,7 @@ class Multiplier:
 
     def __init__(
         self,
-        method: Literal["pi", "dual", "shift"],
+        method: Method,
         initial: float,
         highest: float,
         integral: float = 0.1,
@@ -87,6 +89,9 @@ _TOLERANCE = 0.01  # relative error below which landed gates are not corrected
 MIN_MEASUREMENTS = 10  # number of batches needed for a correction
 MIN_SHARE = 1e-6  # lower bound on a used share, to avoid division by zero
 
+
+_BALANCE = 0.2  # change of ``z / τ`` in a pass, for a block that all or no rows open
+_CATCH_UP = 0.01  # change of the target load in a step, for each unit of error in the share
 
 Mean: TypeAlias = Callable[[Tensor], Tensor]  # averages a value over ranks
 
@@ -244,6 +249,12 @@ _OTHER_INPUTS = (
 )
 
 
+def gate_loads(gate: GateLike) -> Tensor:
+    """Return the share of rows that opened each block in the last pass."""
+    assert gate.gate is not None
+    return (gate.gate.detach().flatten(0, -2) != 0).float().mean(0)
+
+
 class Regulator:
     """Brings gates to a budget, measured in training and on validation inputs.
 
@@ -268,6 +279,7 @@ class Regulator:
         self.start: float | None = None  # share used when the penalty began
         self.savings = 1.0  # largest possible savings, used to normalise the penalty
         self.ratio = 1.0  # validation share / training share
+        self.offset = 0.0  # added to target loads, because the loss keeps pulling at them
         self.used: Tensor | None = None  # last measurement with deployed gates
         self._validates = False  # whether validation corrects landed gates
         self._has_warned = False
@@ -305,13 +317,46 @@ class Regulator:
         self.used = raw * self.ratio
         return self.used
 
-    def control(self, used: Tensor, progress: float, mean: Mean) -> None:
-        """Update λ after a measurement. With the method `shift`, shift the gates instead."""
+    def target_load(self, progress: float) -> float:
+        """Return the share of training rows that should open each block."""
+        return self.allowed(progress) / self.ratio + self.offset
+
+    def control(self, used: Tensor, progress: float, mean: Mean, interval: int = 1) -> None:
+        """Update λ after a measurement. With `shift`, shift the gates; with `balance`, the target.
+
+        Args:
+            used: The share used.
+            progress: Progress towards the budget.
+            mean: Averages a value over ranks.
+            interval: Steps since the last measurement.
+        """
+        if self.multiplier.method == "balance":
+            gain = min(_CATCH_UP * interval, 0.3)
+            offset = self.offset + gain * (self.allowed(progress) - float(used))
+            self.offset = min(max(offset, -1.0), 1.0)
+            return
         if self.multiplier.method != "shift":
             self.multiplier.update(used, self.allowed(progress))
             return
         self.begin(mean)
         self._shift(self.landing.shift_to(self.allowed(progress), float(used)), mean)
+
+    @torch.no_grad()
+    def balance(self, target: Tensor, passes: int, mean: Mean) -> None:
+        """Move the bias of every block, so that as many rows open each of them.
+
+        Nothing is read by the host.
+
+        Args:
+            target: The share of rows that should open a block.
+            passes: Number of passes in an optimizer step.
+            mean: Averages loads over ranks.
+        """
+        gates = [gate for gate in self.budget.gates.values() if gate.gate is not None]
+        own = torch.cat([gate_loads(gate) for gate in gates])
+        moves = (_BALANCE / passes) * (target - mean(own))
+        for gate, move in zip(gates, moves.split([g.gate.shape[-1] for g in gates]), strict=True):  # type: ignore[union-attr]
+            gate.shift_bias(move * gate.temperature)
 
     def land(self, used: Tensor, progress: float, mean: Mean) -> None:
         """Shift frozen gates after a measurement. This is usually a no-op after landing."""
@@ -409,6 +454,7 @@ class Regulator:
             "start": self.start,
             "savings": self.savings,
             "ratio": self.ratio,
+            "offset": self.offset,
             "validates": self._validates,
             "recent": [float(raw) for raw in self._recent],
             "used": None if self.used is None else float(self.used),
@@ -423,6 +469,7 @@ class Regulator:
         self.landing.load_state_dict(own["landing"])
         self.start, self.savings = own["start"], own["savings"]
         self.ratio, self._validates = own["ratio"], own["validates"]
+        self.offset = own.get("offset", 0.0)  # not in checkpoints of version 0.2
         recent = [torch.tensor(raw, dtype=torch.float64) for raw in own["recent"]]
         self._recent = [raw.to(self.budget.device) for raw in recent]
         if own["used"] is not None:

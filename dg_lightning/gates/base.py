@@ -67,6 +67,7 @@ class Gate(nn.Module, ABC):
 
     input_dependent: bool
     accepts_half = False  # True if `logits` handles half-precision inputs itself
+    initial_spread = 0.0  # standard deviation of the initial logits
     temperature: Tensor
     threshold: Tensor
     min_open: Tensor
@@ -108,7 +109,7 @@ class Gate(nn.Module, ABC):
                 f"`scale` needs one of the policies {', '.join(HARD_POLICIES)}, got {policy!r}, "
                 "which already scales units during training."
             )
-        if k is None and initial_open_rate <= threshold:
+        if k is None and initial_open_rate <= threshold and not self.initial_spread:
             warnings.warn(
                 f"`initial_open_rate` {initial_open_rate} is not above `threshold` {threshold}, so "
                 "in evaluation only `min_open` gates are open before training.",
@@ -141,8 +142,8 @@ class Gate(nn.Module, ABC):
         """Return the MACs of one decision, given the number of open inputs (None for all)."""
 
     @abstractmethod
-    def shift_bias(self, delta: float) -> None:
-        """Add `delta` to the logit of every unit."""
+    def shift_bias(self, delta: float | Tensor) -> None:
+        """Add a number to all logits, or the entries of a tensor to those of the blocks."""
 
     @abstractmethod
     def scale_logits(self, factor: float) -> None:

@@ -57,7 +57,7 @@ class StaticGate(Gate):
 
     @override
     @torch.no_grad()
-    def shift_bias(self, delta: float) -> None:
+    def shift_bias(self, delta: float | Tensor) -> None:
         self.logit.add_(delta)
 
     @override
@@ -167,9 +167,9 @@ class DynamicGate(Gate):
     ) -> None:
         if not initial_spread >= 0:
             raise ValueError(f"`initial_spread` must be at least 0, got {initial_spread}.")
+        self.initial_spread = initial_spread
         super().__init__(units, device=device, **options)
         self.in_features = in_features
-        self.initial_spread = initial_spread
         factory: dict[str, Any] = {"device": device, "dtype": at_least_float32(dtype)}
         layers: list[nn.Module]
         if network == "linear":
@@ -222,7 +222,7 @@ class DynamicGate(Gate):
 
     @override
     @torch.no_grad()
-    def shift_bias(self, delta: float) -> None:
+    def shift_bias(self, delta: float | Tensor) -> None:
         self._maps[-1].bias.add_(delta)
 
     @override

@@ -72,8 +72,8 @@ class GateLike(Protocol):
     def set_min_open(self, min_open: int | float | str) -> None:
         """Set the minimum number of open gates, as a count or a share such as "5%"."""
 
-    def shift_bias(self, delta: float) -> None:
-        """Add `delta` to the logit of every unit."""
+    def shift_bias(self, delta: float | Tensor) -> None:
+        """Add a number to all logits, or the entries of a tensor to those of the blocks."""
 
     def revive(self, units: Tensor) -> None:
         """Reset units to their initial open rate. `units` contains indices or is a bool mask."""

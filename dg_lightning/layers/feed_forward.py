@@ -121,7 +121,7 @@ class Router(nn.Module):
         """Raise an error, because every sample has exactly k experts."""
         raise ValueError(f"A router opens {self.k} of {self.experts} experts: set `top_k` instead.")
 
-    def shift_bias(self, delta: float) -> None:
+    def shift_bias(self, delta: float | Tensor) -> None:
         """Raise an error, because a softmax does not change when its logits are shifted."""
         raise ValueError("A router has no open rate: set `top_k`, or exclude it with `layers`.")
 

@@ -12,7 +12,13 @@ from lightning.pytorch.callbacks import (
 )
 
 from dg_lightning import GatedClassifier, gate_layers
-from dg_lightning.callbacks import BudgetController, GatePenalty, RigL, ThresholdPhases
+from dg_lightning.callbacks import (
+    BudgetController,
+    ExactResume,
+    GatePenalty,
+    RigL,
+    ThresholdPhases,
+)
 from dg_lightning.datamodules import DigitsDataModule
 
 STATIC: Any = {"kind": "static"}
@@ -207,8 +213,8 @@ class Steps(pl.Callback):
 result = []
 times = {{"begin": "0%", "until": "20%", "freeze_at": "40%"}}
 two = {{"strategy": "ddp", "devices": 2}}
-for method, measure in (("pi", "macs"), ("shift", "open_rate")):
-    scale = "probability" if method == "shift" else None
+for method, measure in (("pi", "macs"), ("shift", "open_rate"), ("balance", "open_rate")):
+    scale = None if method == "pi" else "probability"
     gate = {{**DYNAMIC, "initial_spread": 1.0, "scale": scale}}
     reached = []
     controller = BudgetController(0.6, measure, method, **times)
@@ -278,3 +284,91 @@ class Stops(pl.Callback):
 def test_a_run_that_ends_before_its_landing_warns(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="fewer steps than were planned"):
         fitted([BudgetController(0.25), Stops()], tmp_path, epochs=8)
+
+
+def apart(rate: float = 0.25) -> Any:
+    """Settings of gates that scale, start at a rate, and differ."""
+    start = {"initial_open_rate": rate, "initial_spread": 1.0}
+    return {**DYNAMIC, "block_size": 4, "scale": "probability", **start}
+
+
+@pytest.mark.filterwarnings("ignore:BudgetController")
+def test_a_bias_moves_by_the_missing_load(tmp_path: Path) -> None:
+    """One step by hand, with a learning rate of 0."""
+    controller = BudgetController(0.3, "open_rate", "balance", begin="0%", until="0%")
+    before: dict[str, torch.Tensor] = {}
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] = 0.0
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            for name, gate in gate_layers(pl_module).items():
+                before[name] = gate.network[-1].bias.detach().clone()  # type: ignore[attr-defined]
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            for name, gate in gate_layers(pl_module).items():
+                assert gate.gate is not None
+                load = (gate.gate != 0).double().mean(0)
+                moved = gate.network[-1].bias - before[name]  # type: ignore[attr-defined]
+                assert load.std() > 0
+                torch.testing.assert_close(moved.double(), 0.2 * (0.3 - load), atol=1e-6, rtol=1e-4)
+
+    options = {"max_steps": 1, "limit_val_batches": 0}
+    fitted([controller, Look()], tmp_path, apart(0.5), 1, options)
+    assert before
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:BudgetController")
+def test_a_balanced_run_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    def run(stop: int, **options: Any) -> tuple[Any, Any]:
+        times = {"begin": "0%", "until": "30%", "freeze_at": "80%"}
+        controller = BudgetController(0.25, "open_rate", "balance", **times)  # type: ignore[arg-type]
+        pl.seed_everything(0, verbose=False)
+        spec: Any = {"class_path": "GatedMLP", "init_args": {"hidden": [64, 32], "gate": apart()}}
+        model = GatedClassifier(spec, input_shape=[1, 8, 8], num_classes=10)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=6,
+            callbacks=[controller, ExactResume(), StopAt(stop)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            enable_checkpointing=False,
+        )
+        trainer.fit(model, DigitsDataModule(batch_size=64), **options)
+        return model, trainer
+
+    whole, _ = run(6)
+    _, trainer = run(2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, _ = run(6, ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+class StopAt(pl.Callback):
+    """Ends training after some epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch + 1 >= self.epochs
+
+
+@pytest.mark.parametrize(
+    ("gate", "measure", "message"),
+    [
+        (DYNAMIC, "macs", "needs `measure='open_rate'`"),
+        (STATIC, "open_rate", "needs gates that depend on the input"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(
+    gate: Any, measure: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted([BudgetController(0.5, measure, "balance")], tmp_path, gate)

@@ -107,6 +107,36 @@ def test_it_learns_at_the_budget_and_loads_from_its_checkpoint(
     assert mean == pytest.approx(float(rate), abs=1e-4)
 
 
+class Loads(pl.Callback):
+    """Collects the share of tokens that open each block of each gate."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        opened = [(gate.gate != 0).float() for gate in gate_layers(pl_module).values()]  # type: ignore[union-attr]
+        self.seen.append(torch.stack([rows.flatten(0, -2).mean(0) for rows in opened]))
+
+
+def test_balance_opens_every_block_for_as_many_tokens(data: TextDataModule, tmp_path: Path) -> None:
+    ends = {}
+    gate = {**GATE, "initial_open_rate": 0.25}
+    for method in ("shift", "balance"):
+        loads = Loads()
+        times: Any = {"begin": "0%", "until": "0%", "freeze_at": "80%"}
+        controller = BudgetController(0.25, "open_rate", method, **times)
+        lm = model(gate)
+        run = trainer(tmp_path, [controller, loads], epochs=8)
+        run.fit(lm, data)
+        ends[method] = torch.stack(loads.seen[64:128]).mean(0)  # in the second half
+        assert controller.reached == pytest.approx(0.25, rel=0.02)  # in validation
+    assert ends["balance"].mean().item() == pytest.approx(0.25, abs=0.015)
+    assert ends["balance"].std() < 0.25 * ends["shift"].std()
+    assert ends["balance"].min() > 0.2  # no block dies
+    key = "gates/load_spread/net.blocks.0.feed_forward.gate"
+    assert 0 < float(run.callback_metrics[key]) < 0.5
+
+
 def test_its_loss_is_in_nats_a_token(data: TextDataModule, tmp_path: Path) -> None:
     lm = model(gate=None)
     run = trainer(tmp_path)
