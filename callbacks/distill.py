@@ -5,7 +5,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -134,9 +134,8 @@ class Distill(DeferredStateCallback):
         self._model = teacher.requires_grad_(False)
         for layer in self.layers:
             self._watch(model, layer)
-        ask, note = _uncompiled(self._ask_teacher), _uncompiled(self._note_pass)
-        before = model.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
-        after = model.register_forward_hook(note, with_kwargs=True)
+        before = model.register_forward_pre_hook(self._ask_teacher, prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(self._note_pass, with_kwargs=True)
         for handle in (before, after):
             self._hooks.callback(handle.remove)
 
@@ -156,19 +155,23 @@ class Distill(DeferredStateCallback):
         return teacher
 
     def _watch(self, model: nn.Module, layer: str) -> None:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._listens:
-                self._seen[layer] = _tensor_in(output, None, layer)
-
         for part in (model, self._model):
             if layer not in dict(cast("nn.Module", part).named_modules()):
                 raise ValueError(
                     f"`layers` of Distill must name layers of the model and of its teacher, but "
                     f"{type(part).__name__} has no {layer!r}."
                 )
-        handle = model.get_submodule(layer).register_forward_hook(_uncompiled(hook))
-        self._hooks.callback(handle.remove)
+        hook = partial(self._note_layer, layer)
+        self._hooks.callback(model.get_submodule(layer).register_forward_hook(hook).remove)
 
+    # Compiled models run these hooks, which keep tensors.
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_layer(self, layer: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._listens:
+            self._seen[layer] = _tensor_in(output, None, layer)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ask_teacher(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Run the teacher on the inputs of a forward pass, before the model can change them."""
         if not self._listens or not torch.is_grad_enabled():
@@ -189,6 +192,7 @@ class Distill(DeferredStateCallback):
         self._seen = {}
         self._expected.append(_Outputs(_tensor_in(output, self.output, "the teacher"), found, mask))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_pass(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Store the outputs of a forward pass with those of the teacher."""
         if not self._listens or not torch.is_grad_enabled() or not self._expected:
@@ -425,12 +429,6 @@ def _name_of_model(pl_module: nn.Module) -> str:
             "`submodule` of Distill."
         )
     return names[0]
-
-
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that keeps tensors, which compiled code must not do."""
-    eager: Any = torch.compiler.disable(hook)
-    return cast("Callable[..., None]", eager)
 
 
 def _storing(found: dict[str, Tensor], layer: str) -> Callable[..., None]:
