@@ -130,7 +130,9 @@ def _check_files(command: str, rest: list[str]) -> None:
             "digits/dynamicgate`; `dg-lightning configs` lists the shipped ones."
         )
     if command in _NEEDS_RUN and not rest:
-        raise cli_error(f"`{command}` needs a run: pass its folder, --config or --ckpt_path.")
+        raise cli_error(
+            "Name one run: pass its folder, --config (for the newest run with it) or --ckpt_path."
+        )
     for word in rest if command in _TRAINING else ():
         name = re.split(r"[.=+]", word, maxsplit=1)[0]
         # The parser accepts the beginning of a name, too.

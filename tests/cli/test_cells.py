@@ -187,4 +187,4 @@ def test_a_run_without_cells_has_no_genes(capsys: pytest.CaptureFixture[str]) ->
     for args in ([], ["runs", "--config=digits/baseline"]):
         with pytest.raises(SystemExit):
             main(["features", *args])
-        assert "needs a run" in capsys.readouterr().err
+        assert "Name one run" in capsys.readouterr().err

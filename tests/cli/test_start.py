@@ -37,7 +37,7 @@ print("imported", *sorted(heavy))
         (["trane"], "Unknown command 'trane'; did you mean fit?"),
         (["fit", "--config=digits/baseline", "--trainr.max_epochs=1"], "did you mean --trainer?"),
         (["test", "--config=digits/baseline", "--nosuch", "3"], "Unknown option --nosuch; "),
-        (["report"], "`report` needs a run: pass its folder, --config or --ckpt_path."),
+        (["report"], "Name one run: pass its folder, "),
         (["xyz"], f"Unknown command 'xyz'; choose from {', '.join(COMMANDS)}."),
         (["--config=a"], "Unknown command '--config=a'"),
         (["fit", "--config", "nowhere.yaml"], "There is no config 'nowhere.yaml'"),
