@@ -191,7 +191,7 @@ def _is_by_position(call: Call, sources: list[Call]) -> bool:
     """Return True if the first and last positions depend only on the sources at that position."""
     assert call.x is not None
     rows = call.x.reshape(-1, call.x.shape[-1])
-    if any(s.leaf.shape[:-1] != call.x.shape[:-1] for s in sources):
+    if not len(rows) or any(s.leaf.shape[:-1] != call.x.shape[:-1] for s in sources):
         return False
     if len(rows) == 1 and call.x.ndim > 2:
         return False  # a sequence of one position cannot show mixing
@@ -298,7 +298,7 @@ def find_units(
     for seed in range(_MAX_RUNS):
         # Some units mix only if their values are large.
         scale = _NOISE_SCALES[seed % len(_NOISE_SCALES)]
-        graphs = [_Graph(model, record(model, given, seed, scale)) for given in examples]
+        graphs = [_Graph(model, _recorded(model, given, seed, scale)) for given in examples]
         for graph, call in _calls(graphs):
             skipped[call.name] = skipped.get(call.name) or graph.rejection_reason(call)
             if skipped[call.name] is None:
@@ -327,6 +327,20 @@ def find_units(
         )
     reasons = {name: reason for name, reason in skipped.items() if reason is not None}
     return UnitSearchResult(units, reasons, calls_per_sample)
+
+
+def _recorded(model: nn.Module, example: Any, seed: int, scale: float) -> Recording:
+    """Record a run, and explain errors of models that cannot run with noise in their layers."""
+    try:
+        return record(model, example, seed, scale)
+    except ValueError:
+        raise
+    except Exception as error:  # a model may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"The units of {type(model).__name__} cannot be found, because it fails when noise is "
+            f"added to its layers ({reason}): pass `pairs`."
+        ) from error
 
 
 def _check_runs(model: nn.Module, example: Any) -> None:

@@ -172,6 +172,8 @@ def record(model: nn.Module, example: Any, seed: int = 0, noise_scale: float = 1
     generators: dict[torch.device, torch.Generator] = {}
 
     def as_leaf(tensor: Tensor) -> Tensor:
+        if not tensor.numel():
+            return tensor.detach().requires_grad_()
         device = tensor.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(seed))
         noise = torch.randn(tensor.shape, generator=generator, device=device)

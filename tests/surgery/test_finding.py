@@ -472,3 +472,33 @@ def test_lazy_layers_must_have_run() -> None:
         find_units(net, torch.randn(2, 5))
     net(torch.randn(2, 5))
     assert list(find_units(net, torch.randn(2, 5)).units) == ["2"]
+
+
+class Counted(nn.Module):
+    """A model whose first layer decides how many rows the others get."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.count, self.most = nn.Linear(5, 1), most
+        self.fc1, self.fc2 = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = float(self.count(x).abs().sum())
+        if count > self.most:
+            raise RuntimeError(f"{count} rows are too many")
+        out: Tensor = x + self.fc2(self.fc1(x[:0]).relu()).sum()
+        return out
+
+
+def test_a_model_that_fails_with_noise_is_refused() -> None:
+    net = Counted(most=1e-6)
+    nn.init.zeros_(net.count.weight)
+    nn.init.zeros_(net.count.bias)
+    with pytest.raises(ValueError, match="it fails when noise is added"):
+        find_units(net, torch.randn(2, 5))
+
+
+def test_layers_that_get_no_rows_are_left_alone() -> None:
+    found = find_units(Counted(most=float("inf")), torch.randn(2, 5))
+    assert not found.units
+    assert "pass a longer one" in found.skipped["fc2"]
