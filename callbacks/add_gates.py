@@ -97,30 +97,33 @@ class AddGates(pl.Callback):
 
     def _add(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         part = named_part(self, pl_module, self.submodule)
-        if gated_units(part):  # in an earlier stage, or manually
-            return
-        if has_averages(trainer):
+        if has_averages(trainer) and not gated_units(part):
             raise ValueError(
                 "A weight-averaging callback copied the model before gates were added: list "
                 "AddGates before that callback, and create layers in `__init__`."
             )
-        self.add_to(pl_module, getattr(trainer, "datamodule", None), stage)
-        rank_zero_info(f"AddGates:\n{self._found}")
+        if self.add_to(pl_module, getattr(trainer, "datamodule", None), stage):
+            rank_zero_info(f"AddGates:\n{self._found}")
 
     def add_to(
         self,
         pl_module: pl.LightningModule,
         datamodule: pl.LightningDataModule | None = None,
         stage: str = "fit",
-    ) -> None:
-        """Add gates now, without a Trainer.
+    ) -> bool:
+        """Add gates now, without a Trainer, unless the module has some.
 
         Args:
             pl_module: The module, whose layers exist.
             datamodule: The data, set up for the stage, if an example must come from it.
             stage: `fit`, `validate`, `test` or `predict`.
+
+        Returns:
+            Whether gates were added.
         """
         part = named_part(self, pl_module, self.submodule)
+        if gated_units(part):  # in an earlier stage, or manually
+            return False
         example = self.example
         if example is None and offered_example(part) is None and not self.pairs:
             example = first_inputs(datamodule, pl_module, stage)
@@ -138,6 +141,7 @@ class AddGates(pl.Callback):
             example=example,
             more_examples=self.more_examples,
         )
+        return True
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -202,7 +202,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         """Return the curve of each allowed share, assuming full usage at `begin`."""
         curves = []
         freezes_at = clock.steps(self.freeze_at, "freeze_at")
-        reads: tuple[Quantity, ...] = ("factor",) if self._has_term else ()
+        reads: tuple[Quantity, ...] = ("factor",) if self.has_term else ()
         for pattern, share in self._groups.items():
             gates = tuple(gate_layers(pl_module, [pattern] if pattern else self.layers))
             allowed = Schedule(1.0, share, "exponential", self.begin, self.until).resolve(clock)
@@ -224,7 +224,7 @@ class BudgetController(DeferredStateCallback, Penalty):
 
     @override
     def prepare_step(self, trainer: pl.Trainer) -> Hashable:
-        begun = trainer.global_step >= self._times.begin and self._has_term
+        begun = trainer.global_step >= self._times.begin and self.has_term
         for shared in self.term.shared(trainer):
             shared.penalty_begun = bool(shared.penalty_begun) or (begun and shared.factor > 0)
         self._penalizes = begun and self._held is None
@@ -240,7 +240,7 @@ class BudgetController(DeferredStateCallback, Penalty):
         return self._penalizes, self._balances(trainer), self.term.prepare(trainer)
 
     @property
-    def _has_term(self) -> bool:
+    def has_term(self) -> bool:
         """Whether a penalty is added to the loss."""
         return self.method in ("pi", "dual")
 

@@ -426,10 +426,7 @@ def _dense_layers(report: Report, model: Any, ours: Sequence[Any]) -> None:
 
 def _presses(callback: Any) -> bool:
     """Return True if a callback adds a penalty to the loss."""
-    return hasattr(callback, "term") and getattr(callback, "method", None) not in (
-        "shift",
-        "balance",
-    )
+    return hasattr(callback, "term") and getattr(callback, "has_term", True)
 
 
 def _penalty(report: Report, ours: Sequence[Any], seen: ProbeResult) -> None:

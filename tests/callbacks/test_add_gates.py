@@ -221,3 +221,14 @@ for settings in ({{}}, {{"kind": "dynamic", "network": "low_rank", "rank": 1}}):
 """)
     assert ranks[0] == ranks[1]
     assert "body.3.dg_gate.logit" in ranks[0][0]
+
+
+def test_gates_are_added_without_a_trainer_and_once() -> None:
+    module = GatedClassifier(
+        {"class_path": "GatedMLP", "init_args": {"hidden": [8]}}, input_shape=[4], num_classes=3
+    )
+    callback = AddGates(feed_forward=STATIC, example=torch.randn(2, 4))
+    assert callback.add_to(module)
+    assert len(gate_layers(module)) == 1
+    assert not callback.add_to(module)
+    assert len(gate_layers(module)) == 1

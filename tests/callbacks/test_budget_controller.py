@@ -294,7 +294,7 @@ def apart(rate: float = 0.25) -> Any:
 
 @pytest.mark.filterwarnings("ignore:BudgetController")
 def test_a_bias_moves_by_the_missing_load(tmp_path: Path) -> None:
-    """One step by hand, with a learning rate of 0."""
+    """A single step with a learning rate of 0, against the formula."""
     controller = BudgetController(0.3, "open_rate", "balance", begin="0%", until="0%")
     before: dict[str, torch.Tensor] = {}
 

@@ -305,18 +305,18 @@ def _last_values(run: RunRecord) -> dict[str, float]:
 def _facts(run: RunRecord) -> str:
     """Return what counts: some figures, and one sentence on what happened."""
     last = _last_values(run)
-    figures, text_of_result = [], ""
+    figures, result = [], ""
     for key, (name, form, sentence) in _RESULTS.items():
         if key in last:
             figures.append((name, format(last[key], form)))
-            text_of_result = sentence.format(format(last[key], form))
+            result = sentence.format(format(last[key], form))
             break
     if "compute/macs" in last:
         figures.append(("MACs per sample", f"{last['compute/macs']:,.0f}"))
     if "compute/macs_share" in last:
         figures.append(("of the dense net's MACs", f"{last['compute/macs_share']:.1%}"))
-        text_of_result += f" with {last['compute/macs_share']:.1%} of the dense net's MACs"
-    said = [f"The net {text_of_result}."] if text_of_result else []
+        result += f" with {last['compute/macs_share']:.1%} of the dense net's MACs"
+    said = [f"The net {result}."] if result else []
     for key, allowed in last.items():
         if key.startswith("gates/budget_allowed"):
             part = key.removeprefix("gates/budget_allowed").removeprefix("/")
