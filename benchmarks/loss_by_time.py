@@ -1,143 +1,280 @@
-"""Validation loss of a dense and a gated language model against training time.
+"""Validation loss of dense and gated language models against training time.
 
-    python benchmarks/loss_by_time.py --device cuda --width 2048 --minutes 4 --output DIR
+    python benchmarks/loss_by_time.py --device cuda --width 1024 --seconds 240 --output DIR
+    python benchmarks/loss_by_time.py --draw DIR/*.csv --output docs/loss_by_time.png
 
-Both train alternately on one machine; the gated model skips closed blocks with the fastest engine.
-Its blocks close in the first half of the time, and a quarter is open in the second half. Losses are
-plotted against the training time of each model, without validation.
+`dense` has feed-forwards four times as wide as the model. `wide` has feed-forwards sixteen times as
+wide, in blocks of half the width. Every token opens four of the 32 blocks from the first step on
+(`policy: top_k`), and biases balance the loads of blocks (`method: balance`). `threshold` opens as
+many on average: its gates have a threshold instead. `moe` is a mixture of experts of the same size,
+`MoEFeedForward` with one expert per block.
+
+Whole training steps are CUDA graphs. Models train in turns on one GPU, with the same settings, and
+their learning rate falls with the time that is left. Validation is not timed. With `--profile`,
+the kernels of one step are listed instead.
 """
 
 import argparse
+import csv
+import math
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformer import OPEN, gate_of
 
-from dg_lightning import gate_layers
-from dg_lightning.budget import gate_budgets
+from dg_lightning import gate_layers, param_groups
+from dg_lightning.budget.regulator import balance_loads, gate_loads
 from dg_lightning.datamodules import TextDataModule
 from dg_lightning.layers import GPT
-from dg_lightning.runtime import skip_closed_blocks
+from dg_lightning.runtime import lay_out_by_unit, skip_closed_blocks
 
-LEARNING_RATE, WARM_UP = 3e-4, 100  # steps
-TURN = 20  # steps
+WIDER = 16  # hidden units over width
+BLOCKS, OPEN_BLOCKS = 32, 4
+OPEN = OPEN_BLOCKS / BLOCKS
+LEARNING_RATE, WARM_UP, LAST_RATE = 6e-4, 200, 0.1  # warm-up in steps
+BATCH = 16
+TURN = 50  # steps
+
+
+def settings_of(name: str, width: int) -> dict[str, Any]:
+    """Return the arguments of a variant's GPT."""
+    if name == "dense":
+        return {"hidden": 4 * width}
+    hidden = WIDER * width
+    if name == "moe":
+        experts = {"experts": BLOCKS, "top_k": OPEN_BLOCKS, "capacity_factor": 1.25}
+        return {"hidden": hidden, "experts": experts}
+    gate: dict[str, Any] = {"kind": "dynamic", "block_size": hidden // BLOCKS}
+    gate |= {"scale": "probability", "initial_open_rate": OPEN, "initial_spread": 1.0}
+    if name == "wide":
+        gate |= {"policy": "top_k", "k": OPEN_BLOCKS}
+    return {"hidden": hidden, "gate": gate}
 
 
 class Learner:
-    """A language model with a training loop that measures its time.
+    """A language model and its training, with one CUDA graph per step.
 
     Args:
+        name: Name of the variant.
         net: The model.
         data: Windows of text.
-        seconds: Training time; gates close in its first half.
+        seconds: Training time.
     """
 
-    def __init__(self, net: GPT, data: TextDataModule, seconds: float) -> None:
-        self.net, self.data, self.seconds = net, data, seconds
+    def __init__(self, name: str, net: GPT, data: TextDataModule, seconds: float) -> None:
+        self.name, self.net, self.data, self.seconds = name, net, data, seconds
         self.device = next(net.parameters()).device
-        adam: Any = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
-        self.optimizer = torch.optim.AdamW(net.parameters(), **adam)
-        gated = bool(gate_layers(net, required=False))
-        self.budget = gate_budgets(net, {"": OPEN}, None, "open_rate")[""] if gated else None
+        self.on_gpu = self.device.type == "cuda"
+        groups = param_groups(net, lr=LEARNING_RATE)
+        for group in groups if self.on_gpu else ():
+            group["lr"] = torch.tensor(LEARNING_RATE, device=self.device)
+        own: Any = {"fused": True, "capturable": True} if self.on_gpu else {}
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, **own)
+        self.gates = list(gate_layers(net, required=False).values())
+        self.target = torch.tensor(OPEN, device=self.device)  # load of a block in training
         self.batches = self._batches()
+        self.x, self.y = (tensor.clone() for tensor in next(self.batches))
+        self.memory = 0  # bytes beyond parameters, gradients and optimizer state
+        self.share, self.dead = math.nan, 0  # open blocks, and blocks that are never open
         self.taken, self.steps = 0.0, 0
         self.curve: list[tuple[float, int, float]] = []  # seconds, steps, validation loss
+        self._replay = self._capture() if self.on_gpu else self._step
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            yield from self.data.train_dataloader()
+            for x, y in self.data.train_dataloader():
+                yield x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    def loss(self, batch: Any) -> Tensor:
-        x, y = (tensor.to(self.device) for tensor in batch)
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         # bfloat16 would be slower on a CPU.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=x.is_cuda):
-            return F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+            loss = F.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+            extra = self.net.auxiliary_loss() if self.net.training else None
+        return loss if extra is None else loss + extra
+
+    def _step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.x, self.y).backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        if self.name in ("wide", "threshold"):
+            balance_loads(self.gates, self.target)
+        self.optimizer.step()
+
+    def _capture(self) -> Any:
+        """Record a step. The steps before it do not count, and are undone."""
+        before = {name: value.clone() for name, value in self.net.state_dict().items()}
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._step()
+            self.optimizer.zero_grad()
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._step()
+            gradients = sum(p.nbytes for p in self.net.parameters())
+            self.memory = torch.cuda.max_memory_allocated() - held - gradients
+            self.optimizer.zero_grad()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                self._step()
+        torch.cuda.synchronize()
+        self.net.load_state_dict(before)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        return graph.replay
 
     def learn(self, steps: int) -> None:
-        """Train for some steps, then record the validation loss."""
-        self.net.train()
+        """Train for some steps."""
         self._wait()
         start = time.perf_counter()
-        for batch in islice(self.batches, steps):
+        for _ in range(steps):
+            x, y = next(self.batches)
+            self.x.copy_(x)
+            self.y.copy_(y)
+            left = max(1 - (self.taken + time.perf_counter() - start) / self.seconds, 0.0)
+            rate = LEARNING_RATE * min((self.steps + 1) / WARM_UP, 1.0)
+            rate *= LAST_RATE + (1 - LAST_RATE) * left
             for group in self.optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * min((self.steps + 1) / WARM_UP, 1.0)
-            self.optimizer.zero_grad()
-            self.loss(batch).backward()
-            if self.budget is not None and self.steps % 10 == 0:
-                progress = min(2 * self.taken / self.seconds, 1.0)
-                self.budget.shift(self.budget.shift_for(OPEN**progress))
-            self.optimizer.step()
+                if self.on_gpu:
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            self._replay()
             self.steps += 1
         self._wait()
         self.taken += time.perf_counter() - start
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Record the validation loss, and correct the target load by the share in validation."""
         self.net.eval()
-        with torch.no_grad():
-            losses = [float(self.loss(batch)) for batch in self.data.val_dataloader()]
-        self.curve.append((self.taken, self.steps, sum(losses) / len(losses)))
+        losses, loads = [], []
+        for x, y in self.data.val_dataloader():
+            losses.append(self.loss(x.to(self.device), y.to(self.device)))
+            loads.append([gate_loads(gate) for gate in self.gates])
+        self.net.train()
+        self.curve.append((self.taken, self.steps, float(torch.stack(losses).mean())))
+        if self.gates:
+            by_gate = [torch.stack(one).mean(0) for one in zip(*loads, strict=True)]
+            self.share = float(torch.cat(by_gate).mean())
+            self.dead = int((torch.cat(by_gate) == 0).sum())
+            if self.name == "threshold":
+                self.target.mul_((OPEN / self.share) ** 0.5).clamp_(OPEN / 2, 2 * OPEN)
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize()
 
+    def describe(self) -> str:
+        """Return the results in a line."""
+        seconds, steps, loss = self.curve[-1]
+        parameters = sum(p.numel() for p in self.net.parameters()) / 1e6
+        line = f"{self.name:6} {parameters:5.0f} M parameters, {steps} steps in {seconds:.0f} s"
+        line += f" ({1e3 * seconds / max(steps, 1):.1f} ms), {self.memory / 2**30:.2f} GiB beyond "
+        line += f"state, validation loss {loss:.4f}"
+        if self.gates:
+            line += f", {self.share:.2%} open, {self.dead} dead blocks"
+        return line
 
-def train(width: int, depth: int, minutes: float, output: Path, device: str) -> None:
-    """Train a dense and a gated model alternately; save their curves and a plot."""
-    tokens = 1024 if device == "cuda" else 64
-    data = TextDataModule(16, context=tokens, packages=device == "cuda", eval_windows=64)
+
+def build(name: str, given: argparse.Namespace, data: TextDataModule, seed: int) -> Learner:
+    """Return the learner of a variant."""
+    torch.manual_seed(seed)
+    size: Any = {"width": given.width, "depth": given.depth, "heads": max(given.width // 128, 1)}
+    net = GPT([data.context], 256, **size, **settings_of(name, given.width)).to(given.device)
+    if name in ("wide", "threshold"):
+        lay_out_by_unit(net)
+        skip_closed_blocks(net, "triton" if given.device == "cuda" else "blocks")
+    return Learner(name, net, data, given.seconds)
+
+
+def train(given: argparse.Namespace, seed: int) -> None:
+    """Train the variants in turns, and save their curves."""
+    on_gpu = given.device == "cuda"
+    windows: Any = {"context": 1024 if on_gpu else 64, "eval_windows": 64, "split_seed": 0}
+    data = TextDataModule(BATCH, packages=on_gpu, num_workers=2 if on_gpu else 0, **windows)
     data.prepare_data()
     data.setup("fit")
-    options: Any = {"width": width, "depth": depth, "heads": max(width // 128, 1)}
-    gate = {**gate_of(width // 4), "initial_open_rate": 0.9}
-    learners = {}
-    for name, settings in (("dense", None), ("gated", gate)):
-        torch.manual_seed(0)
-        net = GPT([tokens], 256, gate=settings, **options).to(device)  # type: ignore[arg-type]
-        if settings is not None:
-            skip_closed_blocks(net)
-        learners[name] = Learner(net, data, 60 * minutes)
-    while any(learner.taken < 60 * minutes for learner in learners.values()):
-        for learner in learners.values():
-            if learner.taken < 60 * minutes:
-                learner.learn(TURN)
-    output.mkdir(parents=True, exist_ok=True)
-    rows = ["net,seconds,steps,loss"]
-    rows += [f"{n},{s:.2f},{k},{x:.4f}" for n, m in learners.items() for s, k, x in m.curve]
-    (output / "curves.csv").write_text("\n".join(rows) + "\n")
-    draw({name: learner.curve for name, learner in learners.items()}, width, output)
-    for name, learner in learners.items():
-        seconds, steps, loss = learner.curve[-1]
-        print(f"{name}: {steps:,} steps in {seconds:.0f} s, validation loss {loss:.4f}")
+    learners = [build(name, given, data, seed) for name in given.variants]
+    if given.profile:
+        for learner in learners:
+            profile(learner)
+        return
+    while busy := [learner for learner in learners if learner.taken < given.seconds]:
+        for learner in busy:
+            learner.learn(TURN)
+            learner.validate()
+    given.output.mkdir(parents=True, exist_ok=True)
+    with (given.output / f"{given.width}_{seed}.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["width", "seed", "net", "seconds", "steps", "loss"])
+        for learner in learners:
+            for seconds, steps, loss in learner.curve:
+                row = [given.width, seed, learner.name, f"{seconds:.2f}", steps, f"{loss:.4f}"]
+                rows.writerow(row)
+    for learner in learners:
+        print(f"width {given.width}, seed {seed}: {learner.describe()}", flush=True)
 
 
-def draw(curves: dict[str, list[tuple[float, int, float]]], width: int, output: Path) -> None:
-    """Plot losses against time."""
+def profile(learner: Learner) -> None:
+    """List the kernels that take most of a step."""
+    learner.learn(20)
+    learner.taken, learner.steps = 0.0, 0
+    learner.learn(50)
+    learner.validate()
+    print(learner.describe())
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        learner.learn(5)
+    table = found.key_averages().table(sort_by="cuda_time_total", row_limit=28)
+    print(table)
+
+
+def draw(files: list[Path], output: Path) -> None:
+    """Plot the losses in CSV files against time, one panel for each width."""
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for name, curve in curves.items():
-        axis.plot([point[0] for point in curve], [point[2] for point in curve], ".-", label=name)
-    axis.set(title=f"d = {width}", xlabel="seconds of training", ylabel="nats per byte, validation")
-    axis.legend()
+    rows = [row for file in files for row in csv.DictReader(file.open(newline=""))]
+    widths = sorted({int(row["width"]) for row in rows})
+    figure, axes = plt.subplots(1, len(widths), figsize=(5 * len(widths), 4), squeeze=False)
+    for axis, width in zip(axes[0], widths, strict=True):
+        own = [row for row in rows if int(row["width"]) == width]
+        for index, net in enumerate(dict.fromkeys(row["net"] for row in own)):
+            for seed in dict.fromkeys(row["seed"] for row in own if row["net"] == net):
+                curve = [row for row in own if (row["net"], row["seed"]) == (net, seed)]
+                points = [(float(row["seconds"]), float(row["loss"])) for row in curve]
+                label = net if seed == own[0]["seed"] else None
+                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label, lw=1)
+        axis.set(title=f"width {width}", xlabel="seconds of training", yscale="log")
+        axis.set_ylabel("nats per byte, validation")
+        axis.legend()
     figure.tight_layout()
-    figure.savefig(output / "curves.png", dpi=120)
+    figure.savefig(output, dpi=120)
 
 
 def main() -> None:
     """Run the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--variants", nargs="+", default=["dense", "wide"])
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/loss_by_time"))
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--draw", type=Path, nargs="+", help="CSV files to draw.")
     given = parser.parse_args()
-    train(given.width, given.depth, given.minutes, given.output, given.device)
+    if given.draw:
+        draw(given.draw, given.output)
+        return
+    for seed in given.seeds:
+        train(given, seed)
 
 
 if __name__ == "__main__":

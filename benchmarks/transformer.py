@@ -8,13 +8,14 @@ A quarter of the blocks is open, different ones for each token. Gates scale thei
 costs are included. Dense is the same module without gates. `feed_forward` and `block` measure
 forward passes and training steps (forward and backward, for inputs and all parameters), launched by
 the host and as CUDA graphs, in bfloat16 on a GPU. `generate` samples text, one token at a time.
-There, `--block` sets the number of units that share a gate, by default a quarter of the width.
+There, `--block` sets the number of units that share a gate, by default 1/32 of them.
 Variants are measured alternately and compared by their medians. `benchmarks/loss_by_time.py`
 compares the losses after equal training time.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,24 +152,36 @@ def whole_block(gated: bool, width: int, block: int) -> nn.Module:
     return Block(width, heads, feed_forward(gated, width, block), causal=True)
 
 
-def generate(width: int, block: int, depth: int, length: int, rounds: int) -> None:
-    """Print tokens per second on a CPU, dense and gated."""
+def generate(given: argparse.Namespace) -> None:
+    """Print tokens per second, dense and gated, launched by the host and as CUDA graphs."""
+    width, length, device = given.width, given.length, given.device
+    on_gpu = device == "cuda"
+    made: Any = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    hidden = given.wider * width
+    size: Any = {"width": width, "depth": given.depth, "heads": width // 64, "hidden": hidden}
+    gate = gate_of(given.block or hidden // 32)
     torch.manual_seed(0)
-    options: Any = {"width": width, "depth": depth, "heads": width // 64}
-    dense = GPT([512], 256, **options).eval()
-    gated = GPT([512], 256, gate=gate_of(block), **options).eval()
-    prompt = torch.randint(256, (1, 16))
-    open_exactly(gated, torch.randint(256, (1, 512)))
-    skip_closed_blocks(gated)
-    runs = {
-        name: lambda net=net: net.generate(prompt, length)
-        for name, net in (("dense", dense), ("gated", gated))
-    }
-    taken = median_seconds(runs, torch.device("cpu"), rounds, 0.0)
-    speeds = {name: length / seconds for name, seconds in taken.items()}
-    print(f"d = {width}, {depth} blocks, batch 1, {torch.get_num_threads()} threads:")
-    print(", ".join(f"{name} {speed:.1f} tokens per second" for name, speed in speeds.items()))
-    print(f"gated is {speeds['gated'] / speeds['dense']:.2f} times as fast")
+    dense = GPT([512], 256, **size).to(**made).eval()
+    gated = GPT([512], 256, gate=gate, **size).to(**made).eval()
+    prompt = torch.randint(256, (given.batch, 16), device=device)
+    with torch.no_grad():
+        open_exactly(gated, torch.randint(256, (1, 512), device=device))
+    skip_closed_blocks(gated, "triton" if on_gpu else "auto")
+    for graph in (False, True) if on_gpu else (False,):
+        runs = {
+            name: partial(net.generate, prompt, length, cuda_graph=graph)
+            for name, net in (("dense", dense), ("gated", gated))
+        }
+        for run in runs.values():
+            run()
+        taken = median_seconds(runs, torch.device(device), given.rounds, 0.0)
+        speeds = {name: length / seconds for name, seconds in taken.items()}
+        launched = "as a graph" if graph else "launched"
+        print(
+            f"d = {width}, hidden {hidden}, {given.depth} blocks, batch {given.batch}, {launched}:"
+        )
+        print(", ".join(f"{name} {speed:.1f} tokens per second" for name, speed in speeds.items()))
+        print(f"gated is {speeds['gated'] / speeds['dense']:.2f} times as fast", flush=True)
 
 
 def main() -> None:
@@ -181,6 +194,8 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--wider", type=int, default=4, help="Hidden units over width.")
     given = parser.parse_args()
     # Use one stream, because gradients from another stream cannot be captured.
     stream = torch.cuda.Stream() if given.device == "cuda" else None
@@ -191,8 +206,7 @@ def main() -> None:
         with torch.cuda.stream(stream):
             compare(whole_block, "A Transformer block", given.device)
     else:
-        block = given.block or given.width // 4
-        generate(given.width, block, given.depth, given.length, given.rounds)
+        generate(given)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class BudgetController(DeferredStateCallback, Penalty):
             of tokens opens it, without a loss term (arXiv:2408.15664), so no block dies and all
             are used alike. It needs `measure="open_rate"` and gates that depend on the input.
             Start gates at the budget with `initial_open_rate`, and apart with `initial_spread`.
+            With `policy: top_k`, each token opens exactly the budget, and only loads are balanced.
         begin: When the penalty begins.
         until: When the budget should be reached.
         freeze_at: When the gates are frozen.
@@ -168,7 +169,14 @@ class BudgetController(DeferredStateCallback, Penalty):
             self._reset()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         unfreezes = any(isinstance(callback, BaseFinetuning) for callback in callbacks)
-        budgets = gate_budgets(pl_module, self._groups, self.layers, self.measure, unfreezes)
+        budgets = gate_budgets(
+            pl_module,
+            self._groups,
+            self.layers,
+            self.measure,
+            trained_later=unfreezes,
+            balance=self.method == "balance",
+        )
         gates: dict[str, GateLike] = {}
         fixed = [n for b in budgets.values() for n, g in b.gates.items() if not g.input_dependent]
         if self.method == "balance" and fixed:

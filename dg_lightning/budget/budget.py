@@ -21,6 +21,7 @@ from dg_lightning.compute.macs import (
     gate_before,
     linear_maps,
 )
+from dg_lightning.gates.base import Gate
 from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_layers, logit
 
 Measure: TypeAlias = Literal["macs", "open_rate"]
@@ -262,11 +263,13 @@ def gate_budgets(
     layers: Sequence[str] | None,
     measure: Measure,
     trained_later: bool = False,
+    balance: bool = False,
 ) -> dict[str, GateBudget]:
     """Create a budget for each group of gates, by name pattern.
 
     The pattern "" stands for the gates selected by `layers` and the MACs of the whole module. With
-    `trained_later`, no gate needs to be trainable yet.
+    `trained_later`, no gate needs to be trainable yet. With `balance`, gates may have a fixed
+    number of open blocks, which must be the budget.
 
     Raises:
         ValueError: If a gate belongs to two groups, or if its usage cannot be measured or trained.
@@ -281,10 +284,7 @@ def gate_budgets(
                     f"Two patterns in `budget` match the gate {name}: make the patterns disjoint."
                 )
             if getattr(gate, "k", None) is not None:
-                raise ValueError(
-                    f"{name} has a fixed number of open gates (`policy: top_k`), which a penalty "
-                    "cannot change: set its `k`, or use another policy."
-                )
+                _check_top_k(name, gate, share, balance)
         modules = [gate for gate in gates.values() if isinstance(gate, nn.Module)]
         is_trained = any(p.requires_grad for gate in modules for p in gate.parameters())
         if not is_trained and not trained_later:
@@ -301,6 +301,21 @@ def gate_budgets(
         own = before or [m for m in maps if m.input_gate in gates.values()]
         budgets[pattern] = GateBudget(gates, list(everything.values()), own, measure, share)
     return budgets
+
+
+def _check_top_k(name: str, gate: GateLike, budget: float, balance: bool) -> None:
+    """Reject a gate whose number of open blocks is fixed, unless it is the budget."""
+    if not balance or not isinstance(gate, Gate):
+        raise ValueError(
+            f"{name} has a fixed number of open gates (`policy: top_k`), which a penalty "
+            "cannot change: set its `k`, use another policy, or balance loads (`method: balance`)."
+        )
+    share = floor_of(gate) / gate.blocks
+    if not math.isclose(share, budget):
+        raise ValueError(
+            f"`budget` must be {share:g}, the share of blocks that {name} opens (`policy: top_k`), "
+            f"got {budget:g}."
+        )
 
 
 def _row_mean(count: Tensor) -> Tensor:

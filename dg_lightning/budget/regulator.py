@@ -3,7 +3,7 @@
 Landing means freezing the gates and shifting them until the budget is met exactly.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -255,6 +255,26 @@ def gate_loads(gate: GateLike) -> Tensor:
     return (gate.gate.detach().flatten(0, -2) != 0).float().mean(0)
 
 
+@torch.no_grad()
+def balance_loads(
+    gates: Sequence[GateLike], target: Tensor, passes: int = 1, mean: Mean | None = None
+) -> None:
+    """Move the bias of every block after a pass, so that as many rows open each of them.
+
+    Nothing is read by the host.
+
+    Args:
+        gates: The gates, which have recorded a pass.
+        target: The share of rows that should open a block.
+        passes: Number of passes in an optimizer step.
+        mean: Averages loads over ranks.
+    """
+    own = torch.cat([gate_loads(gate) for gate in gates])
+    moves = (_BALANCE / passes) * (target - (own if mean is None else mean(own)))
+    for gate, move in zip(gates, moves.split([g.gate.shape[-1] for g in gates]), strict=True):  # type: ignore[union-attr]
+        gate.shift_bias(move * gate.temperature)
+
+
 class Regulator:
     """Brings gates to a budget, measured in training and on validation inputs.
 
@@ -341,22 +361,10 @@ class Regulator:
         self.begin(mean)
         self._shift(self.landing.shift_to(self.allowed(progress), float(used)), mean)
 
-    @torch.no_grad()
     def balance(self, target: Tensor, passes: int, mean: Mean) -> None:
-        """Move the bias of every block, so that as many rows open each of them.
-
-        Nothing is read by the host.
-
-        Args:
-            target: The share of rows that should open a block.
-            passes: Number of passes in an optimizer step.
-            mean: Averages loads over ranks.
-        """
+        """Balance the loads of all blocks, see `balance_loads`."""
         gates = [gate for gate in self.budget.gates.values() if gate.gate is not None]
-        own = torch.cat([gate_loads(gate) for gate in gates])
-        moves = (_BALANCE / passes) * (target - mean(own))
-        for gate, move in zip(gates, moves.split([g.gate.shape[-1] for g in gates]), strict=True):  # type: ignore[union-attr]
-            gate.shift_bias(move * gate.temperature)
+        balance_loads(gates, target, passes, mean)
 
     def land(self, used: Tensor, progress: float, mean: Mean) -> None:
         """Shift frozen gates after a measurement. This is usually a no-op after landing."""

@@ -220,6 +220,11 @@ class Gate(nn.Module, ABC):
         self._floor = _count("min_open", min_open, self.blocks, least=0)
         self.min_open.fill_(self._floor)
 
+    @property
+    def most_open(self) -> int | None:
+        """Largest number of gates that a sample can open; None if it can open all of them."""
+        return None if self.k is None else max(self.k, self._floor)
+
     def initial_logit(self) -> Tensor:
         """Return the logit of the initial open rate at the current temperature."""
         return self.temperature * logit_for(self.initial_open_rate, self.policy)

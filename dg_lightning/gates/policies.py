@@ -49,7 +49,15 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     # torch.topk breaks ties differently on each device, so break them here.
     above, tied = scores > last, scores == last
     missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
-    return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= missing))
+    return above | (tied & (_running_count(tied) <= missing))
+
+
+def _running_count(chosen: Tensor) -> Tensor:
+    """Return the running count of True entries along the last axis."""
+    if chosen.shape[-1] >= chosen.shape[:-1].numel():
+        return chosen.cumsum(-1, dtype=torch.int32)
+    # A GPU scans many short rows faster side by side.
+    return chosen.movedim(-1, 0).contiguous().cumsum(0, dtype=torch.int32).movedim(0, -1)
 
 
 def open_probability(z: Tensor, policy: Policy) -> Tensor:

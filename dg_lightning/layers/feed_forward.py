@@ -337,6 +337,9 @@ class GatedFeedForward(nn.Module):
 
     @override
     def forward(self, h: Tensor) -> Tensor:
+        device = h.device.type
+        if torch.is_autocast_enabled(device):  # the gate reads what the linear layers read
+            h = h.to(torch.get_autocast_dtype(device))
         if self.skip is not None and (skipped := self.skip(self, h)) is not None:
             return skipped
         units: Tensor = self.activation(self.fc1(h))

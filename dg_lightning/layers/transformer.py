@@ -14,16 +14,49 @@ from dg_lightning.layers.feed_forward import GatedFeedForward, MoEFeedForward
 from dg_lightning.layers.mlp import Activation
 
 
-class KeyValueCache(dict[nn.Module, tuple[Tensor, Tensor]]):
-    """Keys and values of earlier tokens for each attention layer, used for generation."""
+class KeyValueCache:
+    """Keys and values of earlier tokens for each attention layer, used for generation.
 
-    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, and return those of all tokens so far."""
-        if layer in self:
-            before = self[layer]
-            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
-        self[layer] = key, value
-        return key, value
+    Args:
+        size: Largest number of tokens.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.tokens = 0  # number of earlier tokens
+        # Position of the new token in a CUDA graph, which cannot depend on `tokens`.
+        self.position: Tensor | None = None
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of new tokens."""
+        if self.position is not None:
+            return self.position
+        return torch.arange(self.tokens, self.tokens + tokens, device=device)
+
+    def extend(
+        self, layer: nn.Module, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add the keys and values of new tokens.
+
+        Returns:
+            The keys and values of all tokens so far, and a mask of those that each new token may
+            attend to (None for all).
+        """
+        batch, heads, tokens, size = key.shape
+        if layer not in self._kept:
+            shape = batch, heads, self.size, size
+            self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
+        positions = self.positions(tokens, key.device)
+        keys, values = self._kept[layer]
+        keys.index_copy_(2, positions, key)
+        values.index_copy_(2, positions, value)
+        if self.position is None:
+            keys, values = (kept[:, :, : self.tokens + tokens] for kept in (keys, values))
+            if tokens == 1:
+                return keys, values, None
+        places = torch.arange(keys.shape[2], device=key.device)
+        return keys, values, places <= positions.unsqueeze(1)
 
 
 class Block(nn.Module):
@@ -73,18 +106,13 @@ class Attention(nn.Module):
 
     @override
     def forward(self, h: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        batch, tokens, _ = h.shape
-        qkv = self.qkv(h)
-        heads = qkv.shape[-1] // (3 * self.head_size)
-        qkv = qkv.reshape(batch, tokens, 3, heads, self.head_size)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        # Backward concatenates the three parts once, without a copy of each.
+        parts = self.qkv(h).chunk(3, -1)
+        query, key, value = (p.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for p in parts)
+        is_causal, mask = self.causal, None
         if cache is not None:
-            key, value = cache.extend(self, key, value)
-        # A single token is always the last one and attends to all tokens, so it needs no mask.
-        is_causal, mask = self.causal and tokens > 1, None
-        if is_causal and (before := key.shape[2] - tokens):
-            mask = h.new_ones(tokens, before + tokens, dtype=torch.bool).tril(before)
             is_causal = False
+            key, value, mask = cache.extend(self, key, value)
         mixed = scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
@@ -231,18 +259,20 @@ class GPT(nn.Module):
 
         Args:
             x: The tokens ``(batch, tokens)``. With a cache, pass only the new tokens.
-            cache: Keys and values of earlier tokens. The new ones are appended in place.
+            cache: Keys and values of earlier tokens. The new ones are added in place.
         """
-        before = 0 if not cache else next(iter(cache.values()))[0].shape[2]
+        cached = cache or KeyValueCache(self.context)
+        before = cached.tokens
         if before + x.shape[1] > self.context:
             raise ValueError(
                 f"Got {before + x.shape[1]} tokens for a context of {self.context}: pass fewer, or "
                 "use `generate`."
             )
-        places = torch.arange(before, before + x.shape[1], device=x.device)
+        places = cached.positions(x.shape[1], x.device)
         h = self.dropout(self.tokens(x) + self.positions(places))
         for block in self.blocks:
             h = block(h, cache)
+        cached.tokens += x.shape[1]
         logits: Tensor = self.output(self.norm(h))
         return logits
 
@@ -259,6 +289,7 @@ class GPT(nn.Module):
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
+        cuda_graph: bool = False,
     ) -> Tensor:
         """Return `x` continued by `length` sampled tokens.
 
@@ -269,18 +300,24 @@ class GPT(nn.Module):
             length: Number of tokens to add.
             temperature: Sampling temperature. 0 always picks the most probable token.
             generator: Random generator for sampling.
+            cuda_graph: Whether to replay the step for one token as a CUDA graph, on a GPU. Hooks
+                on modules run only while it is recorded.
         """
         if x.shape[1] == 0 or temperature < 0:
             raise ValueError(
                 "`x` must have at least one token and `temperature` must be at least 0, got "
                 f"{x.shape[1]} tokens and {temperature}."
             )
-        cache, unread = KeyValueCache(), x[:, -self.context :]
+        cache, unread = KeyValueCache(self.context), x[:, -self.context :]
+        replay: _CapturedToken | None = None
         for _ in range(length):
-            seen = next(iter(cache.values()))[0].shape[2] if cache else 0
-            if seen + unread.shape[1] > self.context:
-                cache, unread = KeyValueCache(), x[:, -max(self.context // 2, 1) :]
-            logits = self(unread, cache)[:, -1].float()
+            if cache.tokens + unread.shape[1] > self.context:
+                cache.tokens, unread = 0, x[:, -max(self.context // 2, 1) :]
+            if cuda_graph and x.is_cuda and unread.shape[1] == 1:
+                replay = replay or _CapturedToken(self, cache, unread)
+                logits = replay(unread)
+            else:
+                logits = self(unread, cache)[:, -1].float()
             if temperature == 0:
                 unread = logits.argmax(-1, keepdim=True)
             else:
@@ -288,3 +325,46 @@ class GPT(nn.Module):
                 unread = torch.multinomial(chances, 1, generator=generator)
             x = torch.cat([x, unread], 1)
         return x
+
+
+class _CapturedToken:
+    """Reads one more token per sequence by replaying a CUDA graph.
+
+    Args:
+        net: The model.
+        cache: Keys and values of earlier tokens.
+        token: A token of each sequence ``(batch, 1)``.
+    """
+
+    def __init__(self, net: GPT, cache: KeyValueCache, token: Tensor) -> None:
+        for block in net.blocks:
+            skip = getattr(block.feed_forward, "skip", None)
+            if not getattr(skip, "can_capture", True):
+                raise ValueError(
+                    "`cuda_graph` needs an engine that never waits for the device, such as 'auto' "
+                    "or 'triton': choose it with `skip_closed_blocks`."
+                )
+        self.cache, self.token = cache, token.clone()
+        self.position = torch.tensor([cache.tokens], device=token.device)
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(token.device)
+        kind = token.device.type
+        mixed = torch.is_autocast_enabled(kind)
+        cache.position, tokens = self.position, cache.tokens
+        # Weights that autocast has cast would be freed before the graph is replayed.
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), mixed, cache_enabled=False):
+            stream.wait_stream(torch.cuda.current_stream(token.device))
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles kernels; writes what the first replay writes again
+                    net(self.token, cache)
+                    cache.tokens = tokens
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.logits = net(self.token, cache)[:, -1].float()
+        cache.position, cache.tokens = None, tokens
+
+    def __call__(self, token: Tensor) -> Tensor:
+        """Return the logits for the next token."""
+        self.token.copy_(token)
+        self.position.fill_(self.cache.tokens)
+        self.graph.replay()
+        self.cache.tokens += 1
+        return self.logits

@@ -11,7 +11,7 @@ the samples that close it, as in a mixture of experts. Only `masked` gives close
 import threading
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class FeedForward:
         block_size: Number of adjacent units that share a gate.
         fc1_gate: Weight and bias of an optional third layer, shaped like those of `fc1`.
         scaled: Whether open gates may differ from 1.
+        most_open: Largest number of blocks that a row can open; None if it can open all of them.
     """
 
     fc1: tuple[Tensor, Tensor | None]
@@ -83,6 +84,7 @@ class FeedForward:
     block_size: int
     fc1_gate: tuple[Tensor, Tensor | None] | None = None
     scaled: bool = False
+    most_open: int | None = None
 
     @classmethod
     def from_linears(
@@ -93,11 +95,12 @@ class FeedForward:
         block_size: int,
         fc1_gate: nn.Linear | None = None,
         scaled: bool = False,
+        most_open: int | None = None,
     ) -> "FeedForward":
         """Create a feed-forward from linear layers."""
         maps = (fc1.weight, fc1.bias), (fc2.weight, fc2.bias)
         third = None if fc1_gate is None else (fc1_gate.weight, fc1_gate.bias)
-        return cls(maps[0], activation, maps[1], block_size, third, scaled)
+        return cls(maps[0], activation, maps[1], block_size, third, scaled, most_open)
 
     @property
     def up_projections(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -116,8 +119,7 @@ class FeedForward:
             (w.to(dtype), None if b is None else b.to(dtype))
             for w, b in (self.fc1, self.fc2, *self.up_projections[1:])
         )
-        third = fc1_gate[0] if fc1_gate else None
-        return FeedForward(fc1, self.activation, fc2, self.block_size, third, self.scaled)
+        return replace(self, fc1=fc1, fc2=fc2, fc1_gate=fc1_gate[0] if fc1_gate else None)
 
 
 def masked(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:

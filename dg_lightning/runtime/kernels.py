@@ -301,7 +301,7 @@ def decide(
     """
     tile = tl.program_id(0)
     n = tile * TILE + tl.arange(0, TILE)
-    b = tl.arange(0, WIDTH)
+    b = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     k = tl.arange(0, DEPTH)
     z = tl.zeros([TILE, WIDTH], tl.float32)
     for start in range(0, INNER, DEPTH):
@@ -328,6 +328,117 @@ def decide(
     tl.store(probability + pair, p, mask=inside)
     tl.store(gate + pair, is_open.to(tl.float32), mask=inside)
     tl.store(counts + tile * blocks + b, tl.sum(is_open.to(tl.int32), 0), mask=b < blocks)
+
+
+@triton.jit
+def few_units(
+    x,
+    gate,
+    weight,
+    bias,
+    value_weight,
+    value_bias,
+    units,
+    samples,
+    blocks,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+    SCALES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Compute a block's units for a few samples, unless all of them close it."""
+    block = tl.program_id(1)
+    s = tl.arange(0, SAMPLES)
+    g = tl.load(gate + s * blocks + block, mask=s < samples, other=0.0).to(ACC_DTYPE)
+    is_open = g != 0.0
+    if tl.max(is_open.to(tl.int32), 0) > 0:
+        n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        unit = block * BLOCK + n
+        row = unit.to(tl.int64) * INNER
+        z = tl.zeros([COLUMNS, SAMPLES], ACC_DTYPE)
+        v = tl.zeros([COLUMNS, SAMPLES], ACC_DTYPE)
+        for start in range(0, INNER, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            inside = (n < BLOCK)[:, None] & (k < INNER)[None, :]
+            sampled = (s < samples)[None, :] & (k < INNER)[:, None]
+            h = tl.load(x + s[None, :] * x_stride + k[:, None], mask=sampled, other=0.0)
+            w = tl.load(weight + row[:, None] + k[None, :], mask=inside, other=0.0)
+            z = tl.dot(w, h, z, input_precision="ieee", out_dtype=ACC_DTYPE)
+            if HAS_VALUE:
+                w = tl.load(value_weight + row[:, None] + k[None, :], mask=inside, other=0.0)
+                v = tl.dot(w, h, v, input_precision="ieee", out_dtype=ACC_DTYPE)
+        if HAS_BIAS:
+            z += tl.load(bias + unit, mask=n < BLOCK, other=0.0).to(ACC_DTYPE)[:, None]
+        z = _activate(z, ACTIVATION)
+        if HAS_VALUE:
+            if HAS_BIAS:
+                v += tl.load(value_bias + unit, mask=n < BLOCK, other=0.0).to(ACC_DTYPE)[:, None]
+            z *= v
+        if SCALES:
+            z *= g[None, :]
+        z = tl.where(is_open[None, :], z, 0.0)
+        entry = units + s[None, :] * (blocks * BLOCK) + unit[:, None]
+        tl.store(
+            entry, z.to(units.dtype.element_ty), mask=(s < samples)[None, :] & (n < BLOCK)[:, None]
+        )
+
+
+@triton.jit
+def few_outputs(
+    units,
+    gate,
+    weight,
+    partial,
+    samples,
+    blocks,
+    width,
+    output_stride,
+    unit_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Multiply the units of open blocks by their outgoing weights, for a few samples.
+
+    Programs with the same outputs share the open blocks, and store partial sums.
+    """
+    b = tl.arange(0, BLOCKS)
+    is_open = tl.zeros([BLOCKS], tl.int32)
+    for sample in range(0, samples):
+        g = tl.load(gate + sample * blocks + b, mask=b < blocks, other=0)
+        is_open = tl.maximum(is_open, (g != 0).to(tl.int32))
+    count = tl.cumsum(is_open, 0)
+    chunks = tl.cdiv(BLOCK, DEPTH)
+    s = tl.arange(0, SAMPLES)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS, SAMPLES], ACC_DTYPE)
+    for job in range(tl.program_id(1), tl.sum(is_open, 0) * chunks, tl.num_programs(1)):
+        block = tl.sum((count <= job // chunks).to(tl.int32), 0)
+        k = job % chunks * DEPTH + tl.arange(0, DEPTH)
+        unit = (block * BLOCK + k).to(tl.int64)
+        w = tl.load(
+            weight + n[:, None] * output_stride + unit[None, :] * unit_stride,
+            mask=(n < width)[:, None] & (k < BLOCK)[None, :],
+            other=0.0,
+        )
+        h = tl.load(
+            units + s[None, :] * (blocks * BLOCK) + unit[:, None],
+            mask=(s < samples)[None, :] & (k < BLOCK)[:, None],
+            other=0.0,
+        )
+        total = tl.dot(w, h, total, input_precision="ieee", out_dtype=ACC_DTYPE)
+    entry = partial + (tl.program_id(1) * samples + s[None, :]) * width + n[:, None]
+    tl.store(entry, total, mask=(s < samples)[None, :] & (n < width)[:, None])
 
 
 @triton.jit

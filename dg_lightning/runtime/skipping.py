@@ -114,7 +114,8 @@ class Runner:
     ) -> Tensor:
         """Return the output of a feed-forward for rows ``(rows, width)``."""
         maps = fc1, elementwise(activation), fc2
-        net = FeedForward.from_linears(*maps, gate.block_size, fc1_gate, gate.scale is not None)
+        scaled = gate.scale is not None
+        net = FeedForward.from_linears(*maps, gate.block_size, fc1_gate, scaled, gate.most_open)
         tensors = (x, *net.tensors, *gate.parameters())
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         name = self._name(x, gate, net, needs_grad, layer_id) if len(x) else "dense"
@@ -175,6 +176,11 @@ class FeedForwardSkipper:
     def __init__(self, runner: Runner, layer_id: Hashable) -> None:
         self.runner = runner
         self.layer_id = layer_id
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph can record the layer: the host reads nothing."""
+        return self.runner.engine not in ("blocks", "rows")
 
     def __call__(self, layer: GatedFeedForward, h: Tensor) -> Tensor | None:
         """Return the output of a layer, or None if all blocks must be computed."""
@@ -293,15 +299,15 @@ def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None
         raise ModuleNotFoundError(
             "The 'triton' engine needs Triton, which is installed with torch for CUDA: use 'auto'."
         ) from error
-    packing = decide_by_kernel(gate, x) if g is None else None
-    if packing is not None:
+    counts = decide_by_kernel(gate, x) if g is None else None
+    if counts is not None:
         assert gate.gate is not None
         assert gate.probability is not None
         g = gate.scaled(gate.gate, gate.probability)
     elif g is None:
         g = gate.decide(x)
     assert g is not None
-    return run_triton(x, g, net, packing)
+    return run_triton(x, g, net, counts)
 
 
 def candidates(x: Tensor, needs_grad: bool) -> list[str]:

@@ -56,14 +56,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def worst_case_fits(samples: int, blocks: int, row_bytes: int, device: torch.device) -> bool:
-    """Return True if the rows fit in memory even if all pairs are open."""
-    return most_rows(samples, blocks) * row_bytes <= _MAX_MEMORY_SHARE * _memory(device)
-
-
-def most_rows(samples: int, blocks: int) -> int:
-    """Return the number of rows if all pairs are open, including padding for each block."""
-    return (samples * blocks // ROWS + blocks) * ROWS
+def most_rows(samples: int, blocks: int, most_open: int | None = None) -> int:
+    """Return the largest possible number of rows, including padding for each block."""
+    return (samples * min(most_open or blocks, blocks) // ROWS + blocks) * ROWS
 
 
 @lru_cache
@@ -89,15 +84,18 @@ _STRIP = 8  # tiles per strip
 class Packing:
     """Packs open (sample, block) pairs into rows, and computes products and sums of rows.
 
-    If rows for all pairs fit in memory, the host does not need to know how many are open. Then it
-    never waits for the device, and the computation can be captured in a CUDA graph.
+    If rows for all pairs that can be open fit in memory, the host does not need to know how many
+    are. Then it never waits for the device, and the computation can be captured in a CUDA graph.
 
     Args:
         gate: The gates, ``(samples, blocks)``, nonzero if open.
         counts: Number of open pairs by sample tile and block, if already known.
+        most_open: Largest number of blocks that a sample can open; None if it can open all.
     """
 
-    def __init__(self, gate: Tensor, counts: Tensor | None = None) -> None:
+    def __init__(
+        self, gate: Tensor, counts: Tensor | None = None, most_open: int | None = None
+    ) -> None:
         gate = gate.detach().contiguous()
         self.samples, self.blocks = gate.shape
         self.device = gate.device
@@ -105,7 +103,7 @@ class Packing:
         width = power_of_2(self.blocks, 16)
         int32: dict[str, Any] = {"dtype": torch.int32, "device": gate.device}
         # Each block is padded by less than a tile.
-        self.rows = most_rows(self.samples, self.blocks)
+        self.rows = most_rows(self.samples, self.blocks, most_open)
         self.position = torch.empty(self.samples, self.blocks, **int32)
         self.sample, self.ends = torch.empty(self.rows, **int32), torch.empty(self.blocks, **int32)
         shape = self.samples, self.blocks
@@ -127,39 +125,9 @@ class Packing:
         pairs = self.position, self.sample
         kernels.place_pairs[(tiles,)](gate, counts, *pairs, *shape, **sizes)
 
-    @classmethod
-    def decide(cls, gate: DynamicGate, x: Tensor) -> "Packing":
-        """Run a linear threshold gate in a single kernel, without gradients."""
-        linear: Any = gate.network[0]
-        tiles = triton.cdiv(len(x), _SAMPLES)
-        p, g = (torch.empty(len(x), gate.blocks, device=x.device) for _ in range(2))
-        counts = torch.empty(tiles, gate.blocks, dtype=torch.int32, device=x.device)
-        kernels.decide[(tiles,)](
-            x,
-            linear.weight,
-            linear.weight if linear.bias is None else linear.bias,
-            gate.temperature,
-            gate.threshold,
-            p,
-            g,
-            counts,
-            len(x),
-            gate.blocks,
-            x.stride(0),
-            HAS_BIAS=linear.bias is not None,
-            INNER=x.shape[1],
-            DEPTH=128,
-            TILE=_SAMPLES,
-            WIDTH=power_of_2(gate.blocks, 16),
-            num_warps=4,
-            num_stages=4,
-        )
-        gate.probability, gate.gate = p, g
-        return cls(g, counts)
-
     def fit_to_memory(self, row_bytes: int) -> None:
         """Read the exact number of rows if the worst case does not fit in memory."""
-        if not worst_case_fits(self.samples, self.blocks, row_bytes, self.device):
+        if self.rows * row_bytes > _MAX_MEMORY_SHARE * _memory(self.device):
             self.rows = max(int(self.ends[-1]), ROWS)
 
     def product(
@@ -354,17 +322,87 @@ class Packing:
         return grad_gate if wants_gate else None, grad_value
 
 
-def run_triton(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None = None) -> Tensor:
-    """Compute the open blocks with Triton kernels."""
+def run_triton(x: Tensor, gate: Tensor, net: FeedForward, counts: Tensor | None = None) -> Tensor:
+    """Compute the open blocks with Triton kernels.
+
+    Args:
+        x: The samples.
+        gate: The gates, nonzero if open.
+        net: The feed-forward.
+        counts: Number of open pairs, from `decide_by_kernel`.
+    """
     with torch.cuda.device_of(x):  # kernels are launched on the current device
-        return _run_packed(x.contiguous(), gate, net, packing)
+        tensors = (x, gate, *net.tensors)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if len(x) <= FEW and not needs_grad:
+            return _run_few(x.contiguous(), gate.contiguous(), net)
+        return _run_packed(x.contiguous(), gate, net, needs_grad, counts)
 
 
-def _run_packed(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | None) -> Tensor:
+FEW = 16  # largest batch for the kernels that generate text
+_UNITS, _OUTPUTS = 16, 32  # units and outputs per program
+
+
+def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
+    """Read the weights of open blocks once for all of a few samples, without gradients."""
+    (fc1, fc1_bias), (fc2, fc2_bias), size = net.fc1, net.fc2, net.block_size
+    samples, blocks, width = len(x), gate.shape[1], len(fc2)
+    value, value_bias = net.fc1_gate or (None, None)
+    units = x.new_empty(samples, len(fc1))
+    accumulator: Any = {"ACC_DTYPE": accumulator_dtype(x), "SAMPLES": FEW}
+    kernels.few_units[(triton.cdiv(size, _UNITS), blocks)](
+        x,
+        gate,
+        fc1.contiguous(),
+        x if fc1_bias is None else fc1_bias,
+        x if value is None else value.contiguous(),
+        x if value_bias is None else value_bias,
+        units,
+        samples,
+        blocks,
+        x.stride(0),
+        HAS_BIAS=fc1_bias is not None,
+        HAS_VALUE=value is not None,
+        SCALES=net.scaled,
+        ACTIVATION=activation_name(net.activation),
+        BLOCK=size,
+        INNER=x.shape[1],
+        COLUMNS=_UNITS,
+        DEPTH=min(power_of_2(x.shape[1], 16), 256),
+        num_stages=4,
+        **accumulator,
+    )
+    depth = min(power_of_2(size, 16), 128)
+    across = triton.cdiv(width, _OUTPUTS)
+    splits = min(
+        triton.cdiv(4 * multiprocessors(x.device), across), blocks * triton.cdiv(size, depth)
+    )
+    partial = x.new_empty(splits, samples, width, dtype=at_least_float32(x.dtype))
+    kernels.few_outputs[(across, splits)](
+        units,
+        gate,
+        fc2,
+        partial,
+        samples,
+        blocks,
+        width,
+        *fc2.stride(),
+        BLOCK=size,
+        BLOCKS=power_of_2(blocks, 2),
+        COLUMNS=_OUTPUTS,
+        DEPTH=depth,
+        num_stages=4,
+        **accumulator,
+    )
+    total = partial.sum(0)
+    return (total if fc2_bias is None else total + fc2_bias).to(x.dtype)
+
+
+def _run_packed(
+    x: Tensor, gate: Tensor, net: FeedForward, needs_grad: bool, counts: Tensor | None
+) -> Tensor:
     name = activation_name(net.activation)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate, *net.tensors))
-    if packing is None:
-        packing = Packing(gate)
+    packing = Packing(gate, counts, net.most_open)
     # Each row holds gated units, outputs of `fc2`, and if needed pre-activations and `value`.
     entries = (1 + needs_grad + (net.fc1_gate is not None)) * net.block_size + len(net.fc2[0])
     packing.fit_to_memory(entries * x.element_size())
@@ -378,8 +416,14 @@ def _run_packed(x: Tensor, gate: Tensor, net: FeedForward, packing: Packing | No
     return _forward(tensors, net.block_size, name, packing, scale)[0]
 
 
-def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
-    """Run the gate in a single kernel if it is simple enough, otherwise return None."""
+def decide_by_kernel(gate: Gate, x: Tensor) -> Tensor | None:
+    """Run the gate in a single kernel if it is simple enough, otherwise return None.
+
+    The gate records p and g.
+
+    Returns:
+        Number of open pairs by sample tile and block.
+    """
     simple = (
         isinstance(gate, DynamicGate)
         and len(gate.network) == 1
@@ -392,7 +436,39 @@ def decide_by_kernel(gate: Gate, x: Tensor) -> Packing | None:
         return None
     assert isinstance(gate, DynamicGate)
     with torch.cuda.device_of(x):
-        return Packing.decide(gate, x.contiguous())
+        return decide(gate, x.contiguous())
+
+
+def decide(gate: DynamicGate, x: Tensor) -> Tensor:
+    """Run a linear threshold gate in a single kernel, without gradients."""
+    linear: Any = gate.network[0]
+    few = len(x) <= FEW
+    tile, width = (FEW, 16) if few else (_SAMPLES, power_of_2(gate.blocks, 16))
+    tiles = triton.cdiv(len(x), tile)
+    p, g = (torch.empty(len(x), gate.blocks, device=x.device) for _ in range(2))
+    counts = torch.empty(tiles, gate.blocks, dtype=torch.int32, device=x.device)
+    kernels.decide[(tiles, triton.cdiv(gate.blocks, width))](
+        x,
+        linear.weight,
+        linear.weight if linear.bias is None else linear.bias,
+        gate.temperature,
+        gate.threshold,
+        p,
+        g,
+        counts,
+        len(x),
+        gate.blocks,
+        x.stride(0),
+        HAS_BIAS=linear.bias is not None,
+        INNER=x.shape[1],
+        DEPTH=128,
+        TILE=tile,
+        WIDTH=width,
+        num_warps=4,
+        num_stages=4,
+    )
+    gate.probability, gate.gate = p, g
+    return counts
 
 
 def activation_name(activation: Any) -> str:

@@ -365,6 +365,7 @@ class StopAt(pl.Callback):
     [
         (DYNAMIC, "macs", "needs `measure='open_rate'`"),
         (STATIC, "open_rate", "needs gates that depend on the input"),
+        ({**DYNAMIC, "policy": "top_k", "k": "25%"}, "open_rate", "must be 0.25.* got 0.5"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(

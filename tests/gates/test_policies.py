@@ -26,6 +26,14 @@ def test_top_k_mask_marks_exactly_k_and_breaks_ties_by_position() -> None:
     ]
 
 
+@pytest.mark.parametrize("shape", [(500, 7), (3, 50), (40,), (2, 9, 5)])  # tall, wide, flat, deep
+def test_ties_go_to_the_first_in_every_shape(shape: tuple[int, ...]) -> None:
+    scores = torch.randint(3, shape, generator=torch.Generator().manual_seed(0)).float()
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :4]
+    expected = torch.zeros(shape).scatter(-1, order, 1.0).bool()
+    assert torch.equal(top_k_mask(scores, 4), expected)
+
+
 def test_hard_concrete_probability_is_the_chance_of_a_nonzero_sample() -> None:
     torch.manual_seed(0)
     z = torch.tensor([-3.0, -1.0, 0.0, 2.0])

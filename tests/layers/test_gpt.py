@@ -6,6 +6,7 @@ import torch
 from dg_lightning import gate_layers
 from dg_lightning.layers import GPT
 from dg_lightning.layers.transformer import KeyValueCache
+from dg_lightning.runtime import skip_closed_blocks
 
 GATE: Any = {"kind": "dynamic", "block_size": 8, "initial_spread": 2.0, "initial_open_rate": 0.6}
 KINDS: Any = [{}, {"gate": GATE}, {"gate": {**GATE, "scale": "probability"}, "glu": True}]
@@ -41,10 +42,40 @@ def test_with_a_cache_tokens_one_by_one_give_the_same(options: Any) -> None:
     net = small(**options)
     x = torch.randint(40, (3, 12))
     expected = net(x)
-    cache = KeyValueCache()
+    cache = KeyValueCache(net.context)
     found = [net(x[:, :5], cache), net(x[:, 5:8], cache)]
     found += [net(x[:, i : i + 1], cache) for i in range(8, 12)]
     torch.testing.assert_close(torch.cat(found, 1), expected)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@torch.no_grad()
+def test_a_token_at_a_position_on_the_device_gives_the_same(options: Any) -> None:
+    """As in a CUDA graph, which reads the whole cache."""
+    net = small(**options)
+    x = torch.randint(40, (3, 12))
+    cache = KeyValueCache(net.context)
+    net(x[:, :5], cache)
+    cache.position = torch.tensor([5])
+    torch.testing.assert_close(net(x[:, 5:6], cache), net(x)[:, 5:6])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("engine", ["masked", "triton"])
+def test_a_graph_generates_the_same(options: Any, engine: Any) -> None:
+    net = small(**options).float().cuda()
+    if "gate" in options:
+        skip_closed_blocks(net, engine)
+    x = torch.randint(40, (2, 3)).cuda()
+    expected = net.generate(x, 20, temperature=0)
+    assert torch.equal(net.generate(x, 20, temperature=0, cuda_graph=True), expected)
+    drawn = [
+        net.generate(x, 9, 1.0, torch.Generator("cuda").manual_seed(3), cuda_graph=graph)
+        for graph in (True, False)
+    ]
+    assert torch.equal(*drawn)
 
 
 def test_it_generates_the_most_probable_tokens_also_beyond_its_context() -> None:

@@ -92,6 +92,31 @@ def test_weights_by_unit_have_the_same_gradients() -> None:
 
 
 @here
+def test_a_few_samples_read_weights_by_unit() -> None:
+    from dg_lightning.runtime.triton_engine import run_triton
+
+    dtype = DTYPES[0]
+    net = feed_forward(24, 5, 48, 70, nn.ReLU(), dtype, device=DEVICE)
+    fc2 = net.fc2[0].detach().t().contiguous().t()
+    by_unit = FeedForward(net.fc1, net.activation, (fc2, net.fc2[1]), 48)
+    for samples in (1, 16):
+        x = torch.randn(samples, 24, dtype=dtype, device=DEVICE)
+        gate = random_gate(samples, 5, 0.3, torch.float32).to(DEVICE)
+        with torch.no_grad():
+            close(run_triton(x, gate, by_unit), masked(x, gate, net), dtype)
+
+
+@here
+def test_rows_are_limited_to_what_gates_can_open() -> None:
+    from dg_lightning.runtime.triton_engine import ROWS, Packing
+
+    gate = torch.zeros(500, 8, device=DEVICE).scatter(1, torch.randint(8, (500, 2)).to(DEVICE), 1.0)
+    packing = Packing(gate, most_open=2)
+    assert int(packing.ends[-1]) <= packing.rows <= (500 * 2 // ROWS + 8) * ROWS
+    assert packing.rows < Packing(gate).rows
+
+
+@here
 def test_packing_places_every_pair_once() -> None:
     from dg_lightning.runtime.triton_engine import ROWS, Packing
 
@@ -114,17 +139,19 @@ def test_packing_places_every_pair_once() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 )
-def test_one_kernel_decides_as_the_gate_does(dtype: Any) -> None:
-    from dg_lightning.runtime.triton_engine import Packing
+@pytest.mark.parametrize("samples", [3, 77])
+def test_one_kernel_decides_as_the_gate_does(dtype: Any, samples: int) -> None:
+    from dg_lightning.runtime.triton_engine import Packing, decide
 
     torch.manual_seed(0)
-    gate = DynamicGate(300, 12, block_size=2, temperature=0.7, threshold=0.6).to(DEVICE)
+    gate = DynamicGate(300, 44, block_size=2, temperature=0.7, threshold=0.6).to(DEVICE)
     nn.init.normal_(gate.network[0].weight, std=0.06)  # type: ignore[arg-type]
-    x = torch.randn(77, 300, device=DEVICE).to(dtype)
+    x = torch.randn(samples, 300, device=DEVICE).to(dtype)
     with torch.no_grad():
         expected = gate.decide(x)
         p: Any = gate.probability
-        packing = Packing.decide(gate, x)
+        counts = decide(gate, x)
+        packing = Packing(gate.gate, counts if samples > 16 else None)
     torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
     sure = (p - 0.6).abs() > 1e-3
     assert gate.gate is not None

@@ -137,6 +137,25 @@ def test_balance_opens_every_block_for_as_many_tokens(data: TextDataModule, tmp_
     assert 0 < float(run.callback_metrics[key]) < 0.5
 
 
+def test_balance_evens_the_loads_of_a_fixed_number_of_blocks(
+    data: TextDataModule, tmp_path: Path
+) -> None:
+    ends = {}
+    gate = {**GATE, "policy": "top_k", "k": "25%", "initial_open_rate": 0.25}
+    for callbacks in (
+        [],
+        [BudgetController(0.25, "open_rate", "balance", begin="0%", freeze_at="100%")],
+    ):
+        loads = Loads()
+        lm = model(gate)
+        run = trainer(tmp_path, [*callbacks, loads], epochs=8)
+        run.fit(lm, data)
+        ends[len(callbacks)] = torch.stack(loads.seen[64:128]).mean(0)
+    torch.testing.assert_close(ends[1].mean(), torch.tensor(0.25))
+    assert ends[1].std() < 0.25 * ends[0].std()
+    assert float(run.callback_metrics["gates/budget_used"]) == pytest.approx(0.25)
+
+
 def test_its_loss_is_in_nats_a_token(data: TextDataModule, tmp_path: Path) -> None:
     lm = model(gate=None)
     run = trainer(tmp_path)
