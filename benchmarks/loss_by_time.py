@@ -186,7 +186,8 @@ def build(name: str, given: argparse.Namespace, data: TextDataModule, seed: int)
     """Return the learner of a variant."""
     torch.manual_seed(seed)
     size: Any = {"width": given.width, "depth": given.depth, "heads": max(given.width // 128, 1)}
-    net = GPT([data.context], 256, **size, **settings_of(name, given.width)).to(given.device)
+    with torch.device(given.device):
+        net = GPT([data.context], 256, **size, **settings_of(name, given.width))
     if name in ("wide", "threshold"):
         lay_out_by_unit(net)
         skip_closed_blocks(net, "triton" if given.device == "cuda" else "blocks")

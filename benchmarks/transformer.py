@@ -161,8 +161,9 @@ def generate(given: argparse.Namespace) -> None:
     size: Any = {"width": width, "depth": given.depth, "heads": width // 64, "hidden": hidden}
     gate = gate_of(given.block or hidden // 32)
     torch.manual_seed(0)
-    dense = GPT([512], 256, **size).to(**made).eval()
-    gated = GPT([512], 256, gate=gate, **size).to(**made).eval()
+    with torch.device(device):
+        dense = GPT([512], 256, **size).to(**made).eval()
+        gated = GPT([512], 256, gate=gate, **size).to(**made).eval()
     prompt = torch.randint(256, (given.batch, 16), device=device)
     with torch.no_grad():
         open_exactly(gated, torch.randint(256, (1, 512), device=device))
