@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -237,22 +238,26 @@ def profile(learner: Learner) -> None:
 
 
 def draw(files: list[Path], output: Path) -> None:
-    """Plot the losses in CSV files against time, one panel for each width."""
+    """Plot the losses in CSV files against time, and each net's lead over the dense one."""
     from matplotlib import pyplot as plt
 
-    rows = [row for file in files for row in csv.DictReader(file.open(newline=""))]
-    widths = sorted({int(row["width"]) for row in rows})
-    figure, axes = plt.subplots(1, len(widths), figsize=(5 * len(widths), 4), squeeze=False)
-    for axis, width in zip(axes[0], widths, strict=True):
-        own = [row for row in rows if int(row["width"]) == width]
-        for index, net in enumerate(dict.fromkeys(row["net"] for row in own)):
-            for seed in dict.fromkeys(row["seed"] for row in own if row["net"] == net):
-                curve = [row for row in own if (row["net"], row["seed"]) == (net, seed)]
-                points = [(float(row["seconds"]), float(row["loss"])) for row in curve]
-                label = net if seed == own[0]["seed"] else None
-                axis.plot(*zip(*points, strict=True), color=f"C{index}", label=label, lw=1)
-        axis.set(title=f"width {width}", xlabel="seconds of training", yscale="log")
-        axis.set_ylabel("nats per byte, validation")
+    figure, (losses, leads) = plt.subplots(1, 2, figsize=(10, 4))
+    for path in files:
+        rows = list(csv.DictReader(path.open(newline="")))
+        curves = {
+            net: np.array([(r["seconds"], r["loss"]) for r in rows if r["net"] == net], float).T
+            for net in dict.fromkeys(row["net"] for row in rows)
+        }
+        for net, (seconds, loss) in curves.items():
+            label = f"{net}, width {rows[0]['width']}"
+            losses.plot(seconds, loss, label=label, lw=1)
+            if net != "dense":
+                leads.plot(seconds, np.interp(seconds, *curves["dense"]) - loss, label=label, lw=1)
+    losses.set(yscale="log", ylabel="nats per byte, validation")
+    leads.set(ylim=(-0.05, 0.05), ylabel="lead over dense, nats per byte")
+    leads.axhline(0, color="gray", lw=0.8)
+    for axis in (losses, leads):
+        axis.set_xlabel("seconds of training")
         axis.legend()
     figure.tight_layout()
     figure.savefig(output, dpi=120)
