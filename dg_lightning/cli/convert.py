@@ -50,6 +50,12 @@ def convert_command(args: list[str]) -> None:
     parser.add_argument(
         "--learning_rate", type=float, default=3e-4, help="Learning rate for fine-tuning."
     )
+    parser.add_argument(
+        "--distill",
+        type=float,
+        default=1.0,
+        help="Weight of the divergence from the dense model during fine-tuning.",
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the batch order.")
     parser.add_argument(
         "--data_root",
@@ -90,6 +96,7 @@ def convert_command(args: list[str]) -> None:
                     teach_steps=given.teach_steps,
                     tune_steps=given.tune_steps,
                     learning_rate=given.learning_rate,
+                    distill=given.distill,
                 )
             )
         file = output / f"budget_{budget:g}.ckpt"

@@ -271,6 +271,7 @@ def compact(
     multiple: int = 1,
     uniform: bool = False,
     build: Callable[..., nn.Module] | None = None,
+    attributes: Sequence[str] | None = None,
 ) -> CompactModel:
     """Return a copy of a model without its static gates and the units that they close.
 
@@ -293,6 +294,8 @@ def compact(
         build: With `uniform`, a function that returns the original model and takes settings of its
             class as keyword arguments, such as `partial(create_model, "vit_base_patch16_224")` of
             timm. The result's `settings` are those that were found.
+        attributes: Names of the attributes that count units or heads, such as `num_heads`, in
+            modules around the units. By default, those with fitting values are tried.
 
     Returns:
         The compact model, with a record of what was removed and what was not.
@@ -315,6 +318,9 @@ def compact(
         raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
     if build is not None and not uniform:
         raise ValueError("`build` needs `uniform=True`: other models have widths of their own.")
+    for key in attributes or ():
+        if not any(isinstance(getattr(module, key, None), int) for module in model.modules()):
+            raise ValueError(f"`attributes` must be numbers of a module, got {key!r}.")
     small = copy.deepcopy(model)
     if example is None and isinstance(model, GatedMLP):
         generator = torch.Generator("cpu").manual_seed(0)
@@ -354,14 +360,14 @@ def compact(
     stuck = [
         names
         for names in groups
-        if not _remove(result, names, gated, is_open, multiple, watch, rebuilder)
+        if not _remove(result, names, gated, is_open, multiple, watch, rebuilder, attributes)
     ]
     if uniform:  # one setting may serve layers with other names, such as encoder and decoder
         merged = _same_sizes(stuck, gated)
         stuck = [
             names
             for names in merged
-            if not _remove(result, names, gated, is_open, multiple, watch, rebuilder)
+            if not _remove(result, names, gated, is_open, multiple, watch, rebuilder, attributes)
         ]
     for name in chain.from_iterable(stuck):
         units = gated[name][0]
@@ -498,6 +504,7 @@ def _remove(
     multiple: int,
     watch: OutputComparison,
     rebuilder: Rebuilder | None,
+    attributes: Sequence[str] | None,
 ) -> bool:
     """Remove closed units, as many from each of these consumers, from all or from none.
 
@@ -515,7 +522,7 @@ def _remove(
     for name in names:
         order = (~is_open[name]).int().argsort(stable=True)  # open ones first
         kept = torch.zeros_like(is_open[name]).index_fill(0, order[:count], True)
-        edit = _remove_units(result.model, gated[name][0], kept, watch)
+        edit = _remove_units(result.model, gated[name][0], kept, watch, attributes)
         if edit is None:
             break
         edits[name] = edit
@@ -530,7 +537,11 @@ def _remove(
 
 
 def _remove_units(
-    model: nn.Module, units: Units, is_open: Tensor, watch: OutputComparison
+    model: nn.Module,
+    units: Units,
+    is_open: Tensor,
+    watch: OutputComparison,
+    attributes: Sequence[str] | None,
 ) -> Edit | None:
     """Remove closed blocks if the outputs then stay the same."""
     expected = watch.look(units.consumer)
@@ -538,7 +549,8 @@ def _remove_units(
     edit.shrink(units, is_open)
     numbers = edit.size_attributes(units, is_open)
     shrunk = len(edit.changes)
-    for chosen in _subsets(list(numbers)):
+    named = [place for place in numbers if attributes is not None and place[1] in attributes]
+    for chosen in [tuple(named)] if named else _subsets(list(numbers)):
         for name, key in chosen:
             edit.set_number(name, key, numbers[name, key])
         if watch.is_same(expected, units.consumer):

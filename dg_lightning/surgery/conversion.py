@@ -2,12 +2,14 @@
 
 1. Group units that are active together into blocks.
 2. Freeze the model, and teach gates which blocks contribute most to a token's output.
-3. Fine-tune all weights within the budget.
+3. Fine-tune all weights within the budget, with the dense model's outputs as a second target.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -262,6 +264,7 @@ def convert(
     teach_steps: int = 250,
     tune_steps: int = 1000,
     learning_rate: float = 3e-4,
+    distill: float = 1.0,
     progress: bool = True,
 ) -> Converted:
     """Add per-token gates to a trained Transformer, train them, and fine-tune the model.
@@ -283,6 +286,8 @@ def convert(
         teach_steps: Number of steps that train only the gates.
         tune_steps: Number of steps that fine-tune all weights.
         learning_rate: Peak learning rate during fine-tuning.
+        distill: Weight of the divergence from the dense model's class probabilities during
+            fine-tuning. A copy of the dense model provides them; 0 makes no copy.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -306,6 +311,8 @@ def convert(
         raise ValueError(
             f"`teach_steps` and `tune_steps` must be at least 1, got {teach_steps}, {tune_steps}."
         )
+    if distill < 0:
+        raise ValueError(f"`distill` must be at least 0, got {distill}.")
     evaluate = _loss_of(model) if loss is None else loss
     found = _feed_forwards(model, example, layers)
     gates = build_gates(model, found, settings)
@@ -324,6 +331,11 @@ def convert(
         raise ValueError("`batches` and `validation` must not be empty.")
     was_training = model.training
     before = _mean_loss(model, run, held_out)
+    tuned = run
+    if distill:
+        tuned = _with_teacher(model, run, distill)
+        with torch.no_grad():
+            tuned(held_out[0])  # fails now if there is nothing to compare
     endless = _endless(batches)
     cluster(model, found, gates, run, next(endless))
 
@@ -333,7 +345,7 @@ def convert(
 
     teach(model, found, gates, run, shown("Teaching gates", teach_steps), share)
     register_gates(model, found, gates)
-    _tune(model, gates, run, shown("Fine-tuning", tune_steps), tune_steps, share, learning_rate)
+    _tune(model, gates, tuned, shown("Fine-tuning", tune_steps), tune_steps, share, learning_rate)
     used = _land(model, gates, run, held_out[:_LANDED_BY], share) + budget - share
     after = _mean_loss(model, run, held_out)
     model.train(was_training)
@@ -362,6 +374,51 @@ def _loss_of(model: Any) -> Loss:
         return value
 
     return returned
+
+
+def _with_teacher(model: nn.Module, run: Loss, weight: float) -> Loss:
+    """Return a loss that includes the divergence from the model as it is now."""
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def total(batch: Any) -> Tensor:
+        calls: list[tuple[Any, Any, Any]] = []
+        keep = partial(_append_call, calls)
+        hook = model.register_forward_hook(keep, with_kwargs=True)
+        try:
+            loss = run(batch)
+        finally:
+            hook.remove()
+        terms = []
+        for args, kwargs, output in calls:
+            with torch.no_grad():
+                expected = _log_probabilities(teacher(*args, **kwargs))
+            found = _log_probabilities(output)
+            terms.append(F.kl_div(found, expected, reduction="batchmean", log_target=True))
+        if not terms:
+            raise ValueError(
+                f"`distill` needs a `loss` that calls the model, but {type(model).__name__} was "
+                "not called: set distill=0."
+            )
+        return loss + weight * torch.stack(terms).mean()
+
+    return total
+
+
+def _append_call(
+    calls: list[tuple[Any, Any, Any]], model: nn.Module, args: Any, kwargs: Any, output: Any
+) -> None:
+    calls.append((args, kwargs, output))
+
+
+def _log_probabilities(output: Any) -> Tensor:
+    """Return the log-probabilities of classes, one row for each token."""
+    logits = output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
+        raise ValueError(
+            f"`distill` needs a model that returns logits, got {type(output).__name__}: set "
+            "distill=0."
+        )
+    return logits.float().log_softmax(-1).flatten(0, -2)
 
 
 def _on_device(loss: Loss, device: torch.device) -> Loss:

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 
 from dg_lightning import gate_layers
@@ -13,6 +14,7 @@ from dg_lightning.surgery import convert, find_units
 from dg_lightning.surgery.conversion import (
     _carried,
     _largest_share_mask,
+    _with_teacher,
     cluster_units,
     reorder_units,
 )
@@ -132,6 +134,19 @@ def test_a_trained_model_keeps_what_it_can_at_half_of_its_macs(trained: GPT) -> 
     assert all(0 < float(gate.gate.mean()) < 1 for gate in gates)
 
 
+def test_the_dense_model_is_a_target(trained: GPT) -> None:
+    net, x = copy.deepcopy(trained), copying()[0]
+    tuned = _with_teacher(net, next_token(net), 3.0)
+    torch.testing.assert_close(tuned(x), next_token(trained)(x))  # nothing to add yet
+    with torch.no_grad():
+        net.output.weight.mul_(1.5)
+    kinds = [Categorical(logits=model(x[:, :-1])) for model in (trained, net)]
+    expected = next_token(net)(x) + 3.0 * kl_divergence(*kinds).mean()
+    torch.testing.assert_close(tuned(x), expected)
+    gradient = torch.autograd.grad(tuned(x), net.output.weight)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, net.output.weight))
+
+
 def test_bad_input_gets_one_line(trained: GPT) -> None:
     net = copy.deepcopy(trained)
     given: Any = {"gate": GATE, "loss": next_token(net), "example": copying()[0][:, :-1]}
@@ -140,6 +155,8 @@ def test_bad_input_gets_one_line(trained: GPT) -> None:
         ({"budget": 0.01}, "`budget` .* 0.01"),
         ({"gate": {"kind": "static"}}, "`gate` must be dynamic"),
         ({"tune_steps": 0}, "must be at least 1"),
+        ({"distill": -1.0}, "`distill` .* -1.0"),
+        ({"loss": lambda x: trained(x[:, :-1]).mean()}, "`distill` needs a `loss` that calls"),
         ({"only": ["none"]}, "'none'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -73,6 +73,30 @@ class Stubborn(GroupedAttention):
         return super().forward(x)
 
 
+class Numbered(GroupedAttention):
+    """Attention with many numbers that equal its number of heads, one of which it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(9):
+            setattr(self, f"level_{index}", self.heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.level_3  # type: ignore[operator]
+
+
+def test_attributes_that_count_heads_can_be_named() -> None:
+    x = torch.randn(2, 5, 8)
+    net = gated(Numbered(), x, heads=STATIC)
+    assert not compact(net, x).units  # too many combinations to try
+    result: Any = compact(net, x, attributes=["heads", "groups"])
+    assert result.units == {"out": (2, 1)}
+    assert (result.model.heads, result.model.groups, result.model.level_3) == (2, 1, 4)
+    torch.testing.assert_close(result.model(x), net(x))
+    with pytest.raises(ValueError, match="`attributes` .* 'head_count'"):
+        compact(net, x, attributes=["head_count"])
+
+
 def test_what_cannot_be_taken_out_stays_and_is_noted() -> None:
     x = torch.randn(2, 5, 8)
     net = gated(Stubborn(), x, heads=STATIC)
