@@ -436,10 +436,10 @@ def decide_by_kernel(gate: Gate, x: Tensor) -> Tensor | None:
         return None
     assert isinstance(gate, DynamicGate)
     with torch.cuda.device_of(x):
-        return decide(gate, x.contiguous())
+        return decide_linear(gate, x.contiguous())
 
 
-def decide(gate: DynamicGate, x: Tensor) -> Tensor:
+def decide_linear(gate: DynamicGate, x: Tensor) -> Tensor:
     """Run a linear threshold gate in a single kernel, without gradients."""
     linear: Any = gate.network[0]
     few = len(x) <= FEW

@@ -141,7 +141,7 @@ def test_packing_places_every_pair_once() -> None:
 )
 @pytest.mark.parametrize("samples", [3, 77])
 def test_one_kernel_decides_as_the_gate_does(dtype: Any, samples: int) -> None:
-    from dg_lightning.runtime.triton_engine import Packing, decide
+    from dg_lightning.runtime.triton_engine import Packing, decide_linear
 
     torch.manual_seed(0)
     gate = DynamicGate(300, 44, block_size=2, temperature=0.7, threshold=0.6).to(DEVICE)
@@ -150,7 +150,7 @@ def test_one_kernel_decides_as_the_gate_does(dtype: Any, samples: int) -> None:
     with torch.no_grad():
         expected = gate.decide(x)
         p: Any = gate.probability
-        counts = decide(gate, x)
+        counts = decide_linear(gate, x)
         packing = Packing(gate.gate, counts if samples > 16 else None)
     torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
     sure = (p - 0.6).abs() > 1e-3
