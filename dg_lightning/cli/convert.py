@@ -53,7 +53,7 @@ def convert_command(args: list[str]) -> None:
     parser.add_argument(
         "--distill",
         type=float,
-        default=1.0,
+        default=0.0,
         help="Weight of the divergence from the dense model during fine-tuning.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of the batch order.")

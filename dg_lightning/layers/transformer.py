@@ -358,7 +358,7 @@ class _CapturedToken:
                     net(self.token, cache)
                     cache.tokens = tokens
             with torch.cuda.graph(self.graph, stream=stream):
-                self.logits = net(self.token, cache)[:, -1].float()
+                self.logits: Tensor = net(self.token, cache)[:, -1].float()
         cache.position, cache.tokens = None, tokens
 
     def __call__(self, token: Tensor) -> Tensor:

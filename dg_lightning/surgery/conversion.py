@@ -2,7 +2,7 @@
 
 1. Group units that are active together into blocks.
 2. Freeze the model, and teach gates which blocks contribute most to a token's output.
-3. Fine-tune all weights within the budget, with the dense model's outputs as a second target.
+3. Fine-tune all weights within the budget. The dense model can be a second target.
 """
 
 import copy
@@ -264,7 +264,7 @@ def convert(
     teach_steps: int = 250,
     tune_steps: int = 1000,
     learning_rate: float = 3e-4,
-    distill: float = 1.0,
+    distill: float = 0.0,
     progress: bool = True,
 ) -> Converted:
     """Add per-token gates to a trained Transformer, train them, and fine-tune the model.
@@ -287,7 +287,8 @@ def convert(
         tune_steps: Number of steps that fine-tune all weights.
         learning_rate: Peak learning rate during fine-tuning.
         distill: Weight of the divergence from the dense model's class probabilities during
-            fine-tuning. A copy of the dense model provides them; 0 makes no copy.
+            fine-tuning. It helps if the dense model has stopped improving; otherwise it holds the
+            converted model back.
         progress: Whether to show a progress bar.
 
     Returns:

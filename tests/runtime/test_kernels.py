@@ -151,6 +151,7 @@ def test_one_kernel_decides_as_the_gate_does(dtype: Any, samples: int) -> None:
         expected = gate.decide(x)
         p: Any = gate.probability
         counts = decide_linear(gate, x)
+        assert gate.gate is not None
         packing = Packing(gate.gate, counts if samples > 16 else None)
     torch.testing.assert_close(gate.probability, p, atol=1e-4, rtol=0)
     sure = (p - 0.6).abs() > 1e-3

@@ -93,7 +93,7 @@ def test_attributes_that_count_heads_can_be_named() -> None:
     assert result.units == {"out": (2, 1)}
     assert (result.model.heads, result.model.groups, result.model.level_3) == (2, 1, 4)
     torch.testing.assert_close(result.model(x), net(x))
-    with pytest.raises(ValueError, match="`attributes` .* 'head_count'"):
+    with pytest.raises(ValueError, match=r"`attributes` .* 'head_count'"):
         compact(net, x, attributes=["head_count"])
 
 
