@@ -54,6 +54,7 @@ def run_command(words: list[str]) -> None:
                 raise
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", QUICK)
 def test_python_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def test_core_and_callbacks_work_with_torch_and_lightning_alone(
     )
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_when_the_class_is_made(torch_and_lightning_alone: Path) -> None:
     out = run(
         "from dg_lightning import datamodules as d\n"
@@ -97,6 +98,7 @@ def test_import_loads_nothing_heavy_beyond_lightning() -> None:
     assert ours - {"filelock"} == {"dg_lightning"}
 
 
+@pytest.mark.slow
 def test_the_command_line_and_checks_need_no_extra() -> None:
     absent = ("optuna", "wandb", "anndata", "onnx")
     run(

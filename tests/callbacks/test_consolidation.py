@@ -71,6 +71,7 @@ def test_weights_are_pulled_back_by_what_their_steps_have_gained(tmp_path: Path)
     assert importance[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "weights"), [(EWC, (0.0, 1000.0)), (SynapticIntelligence, (0.0, 1.0))]
 )

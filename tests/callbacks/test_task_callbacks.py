@@ -88,6 +88,7 @@ def test_a_resumed_sequence_is_the_uninterrupted_one(
     assert again == logged
 
 
+@pytest.mark.slow
 def test_two_processes_learn_alike_and_agree(in_two_processes: Any) -> None:
     results = in_two_processes(
         """

@@ -25,6 +25,7 @@ from dg_lightning.callbacks import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("project", PROJECTS)
 def test_projects_that_were_not_written_for_it_pass(project: str, tmp_path: Path) -> None:
     if project == "ResNet":

@@ -79,6 +79,7 @@ def test_every_command_uses_the_newest_run_of_its_config(
             assert run == Path("runs", config, "version_0")
 
 
+@pytest.mark.slow
 def test_a_run_is_named_by_its_folder_or_its_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -61,6 +61,7 @@ def work(folder: str, die_at: int | None = None) -> None:
             done += 1
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_queue_and_do_nothing_twice(tmp_path: Path) -> None:
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=work, args=(str(tmp_path),)) for _ in range(2)]

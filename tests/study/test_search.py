@@ -182,6 +182,7 @@ def test_each_trial_of_a_search_is_a_wandb_run(
     }
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_goes_on(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(
         target=killed_in_a_trial, args=(str(tmp_path),)
