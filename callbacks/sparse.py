@@ -286,6 +286,8 @@ class SparseCallback(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
+        for layer in self.connections.values():
+            layer.apply_if_changed()  # by an `optimizer_step` of the module, for example
         every = [(name, layer.figures()) for name, layer in self.connections.items()]
         figures = {f"rewiring/{key}/{n}": v for n, of_one in every for key, v in of_one.items()}
         changed = any(x.changed_at == trainer.global_step for x in self.connections.values())

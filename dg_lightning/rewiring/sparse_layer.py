@@ -100,6 +100,12 @@ class SparseLayer:
         """Set the weights of missing connections to exactly 0."""
         if not self.full:
             zero_outside([(self.weight, self.mask)])
+        self._clean_version = self.weight._version
+
+    def apply_if_changed(self) -> None:
+        """Mask the weight again if it was changed in place since the last time."""
+        if self.weight._version != self._clean_version:
+            self.apply()
 
     def clean(self, optimizer: Optimizer) -> None:
         """Zero missing connections after a step, and reset their optimizer state if necessary."""
@@ -220,6 +226,7 @@ def change_connections(
         layer._explored |= layer._sample(mask)
         layer._take([int(value) for value in read[5 * index : 5 * index + 5]])
         zero_outside([(layer.weight, same)])
+        layer._clean_version = layer.weight._version
         if optimizer is not None:
             reset_state(optimizer, layer.weight, keep=same)
     if isinstance(optimizer, optim.LBFGS):

@@ -93,7 +93,7 @@ def measure_latency(
     remove_gates(dense)
     runs = {"dense": _call(dense.to(place, dtype), timed)}
     for multiple in dict.fromkeys(multiples):
-        runs[str(multiple)] = _call(_version(twin, example, 0.5, multiple, place, dtype), timed)
+        runs[str(multiple)] = _call(_shrunk(twin, example, 0.5, multiple, place, dtype), timed)
     seconds = median_seconds(runs, place)
     multiple = min(dict.fromkeys(multiples), key=lambda m: seconds[str(m)])
     macs = []
@@ -103,7 +103,7 @@ def measure_latency(
         with torch.no_grad():
             twin(*args, **kwargs)
         macs.append(float(gate_budgets(twin, {"": 1.0}, None, "macs")[""].used()))
-        runs[str(share)] = _call(_version(twin, example, share, multiple, place, dtype), timed)
+        runs[str(share)] = _call(_shrunk(twin, example, share, multiple, place, dtype), timed)
     seconds = median_seconds(runs, place)
     return LatencyTable(multiple, macs, [seconds[str(s)] / seconds["dense"] for s in shares])
 
@@ -118,7 +118,7 @@ def _keep(model: nn.Module, share: float) -> None:
         logit.data[max(1, round(share * len(logit))) :] = _CLOSED
 
 
-def _version(
+def _shrunk(
     model: nn.Module, example: Any, share: float, multiple: int, device: Any, dtype: Any
 ) -> nn.Module:
     _keep(model, share)

@@ -105,6 +105,32 @@ def test_a_module_may_change_them(model: Any, optimizer: str, sparse: Any, tmp_p
     assert looking.holes > 0
 
 
+class NoisyWeights(Plain):
+    """Changes weights between the optimizer's step and the end of the batch."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+
+
+@every_sparse
+def test_weights_that_change_after_the_step_are_masked_at_the_end_of_the_batch(
+    sparse: Any, tmp_path: Path
+) -> None:
+    callback = sparse()
+    looking = AfterStep(callback)
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            looking.look()
+
+    fit(NoisyWeights(), [callback, Look()], tmp_path)
+    assert looking.steps == 24
+    assert looking.holes > 0
+
+
 @every_sparse
 @pytest.mark.parametrize("other", [NoisyCallback, Jump])
 @pytest.mark.parametrize("first", [True, False])
