@@ -27,6 +27,7 @@ from dg_lightning.gates.protocol import GateLike, deployed_gate, floor_of, gate_
 Measure: TypeAlias = Literal["macs", "open_rate"]
 
 _MAX_CANDIDATES = 4096
+_SAME_SHARE = 1e-3  # relative difference up to which two shares are the same
 _MAX_SHORTFALL = 0.5  # shortfall that counts as too large, as a share of the target
 
 
@@ -151,7 +152,7 @@ class GateBudget:
 
     def check_feasible(self, name: str) -> None:
         """Raise ValueError if gates at their floors use more than the budget."""
-        if (min_share := self.min_share()) > self.budget:
+        if (min_share := self.min_share()) > self.budget * (1 + _SAME_SHARE):
             deciding = self.least_decisions() if self.measure == "macs" else 0.0
             raise ValueError(
                 f"The budget {self.budget:.4g}{f' of {name}' if name else ''} cannot be met: "
@@ -305,16 +306,22 @@ def gate_budgets(
 
 def _check_top_k(name: str, gate: GateLike, budget: float, balance: bool) -> None:
     """Reject a gate whose number of open blocks is fixed, unless it is the budget."""
-    if not balance or not isinstance(gate, Gate):
+    if not isinstance(gate, Gate):
+        raise ValueError(
+            f"{name} is a router with a fixed number of experts, which no budget can change: "
+            "exclude it with `layers`."
+        )
+    if not balance:
         raise ValueError(
             f"{name} has a fixed number of open gates (`policy: top_k`), which a penalty "
             "cannot change: set its `k`, use another policy, or balance loads (`method: balance`)."
         )
     share = floor_of(gate) / gate.blocks
-    if not math.isclose(share, budget):
+    if not math.isclose(share, budget, rel_tol=_SAME_SHARE):
         raise ValueError(
-            f"`budget` must be {share:g}, the share of blocks that {name} opens (`policy: top_k`), "
-            f"got {budget:g}."
+            f"`budget` must be {share:.4g} for {name}, which always opens {floor_of(gate)} of "
+            f"{gate.blocks} blocks (`policy: top_k`, `min_open`), got {budget:.4g}: change `k`, or "
+            "give gates that open different shares budgets of their own, as a dict."
         )
 
 

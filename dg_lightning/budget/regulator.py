@@ -272,7 +272,9 @@ def balance_loads(
     own = torch.cat([gate_loads(gate) for gate in gates])
     moves = (_BALANCE / passes) * (target - (own if mean is None else mean(own)))
     for gate, move in zip(gates, moves.split([g.gate.shape[-1] for g in gates]), strict=True):  # type: ignore[union-attr]
-        gate.shift_bias(move * gate.temperature)
+        # A fixed number of open blocks does not change, so their biases only change places.
+        fixed = getattr(gate, "k", None) is not None
+        gate.shift_bias((move - move.mean() if fixed else move) * gate.temperature)
 
 
 class Regulator:

@@ -54,9 +54,14 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
 
 def _running_count(chosen: Tensor) -> Tensor:
     """Return the running count of True entries along the last axis."""
-    if chosen.shape[-1] >= chosen.shape[:-1].numel():
+    # A GPU scans many short rows faster side by side. In a program, the number of rows may change.
+    is_tall = (
+        chosen.is_cuda
+        and not torch.compiler.is_compiling()
+        and chosen.shape[-1] < chosen.shape[:-1].numel()
+    )
+    if not is_tall:
         return chosen.cumsum(-1, dtype=torch.int32)
-    # A GPU scans many short rows faster side by side.
     return chosen.movedim(-1, 0).contiguous().cumsum(0, dtype=torch.int32).movedim(0, -1)
 
 

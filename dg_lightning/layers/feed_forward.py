@@ -338,7 +338,8 @@ class GatedFeedForward(nn.Module):
     @override
     def forward(self, h: Tensor) -> Tensor:
         device = h.device.type
-        if torch.is_autocast_enabled(device):  # the gate reads what the linear layers read
+        # The gate reads what the linear layers read. Autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(device) and h.dtype != torch.float64:
             h = h.to(torch.get_autocast_dtype(device))
         if self.skip is not None and (skipped := self.skip(self, h)) is not None:
             return skipped

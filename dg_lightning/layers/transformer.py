@@ -49,8 +49,18 @@ class KeyValueCache:
             self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
         positions = self.positions(tokens, key.device)
         keys, values = self._kept[layer]
-        keys.index_copy_(2, positions, key)
-        values.index_copy_(2, positions, value)
+        if len(keys) != batch:
+            raise ValueError(
+                f"The cache holds {len(keys)} sequences, got {batch}: use a new cache for each "
+                "batch."
+            )
+        if key.requires_grad:  # earlier tokens may need their gradient, too
+            keys = keys.index_copy(2, positions, key)
+            values = values.index_copy(2, positions, value)
+            self._kept[layer] = keys, values
+        else:
+            keys.index_copy_(2, positions, key)
+            values.index_copy_(2, positions, value)
         if self.position is None:
             keys, values = (kept[:, :, : self.tokens + tokens] for kept in (keys, values))
             if tokens == 1:
@@ -263,9 +273,9 @@ class GPT(nn.Module):
         """
         cached = cache or KeyValueCache(self.context)
         before = cached.tokens
-        if before + x.shape[1] > self.context:
+        if before + x.shape[1] > (most := min(self.context, cached.size)):
             raise ValueError(
-                f"Got {before + x.shape[1]} tokens for a context of {self.context}: pass fewer, or "
+                f"Got {before + x.shape[1]} tokens for a context of {most}: pass fewer, or "
                 "use `generate`."
             )
         places = cached.positions(x.shape[1], x.device)

@@ -344,6 +344,7 @@ def few_units(
     x_stride,
     HAS_BIAS: tl.constexpr,
     HAS_VALUE: tl.constexpr,
+    HAS_VALUE_BIAS: tl.constexpr,
     SCALES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -378,7 +379,7 @@ def few_units(
             z += tl.load(bias + unit, mask=n < BLOCK, other=0.0).to(ACC_DTYPE)[:, None]
         z = _activate(z, ACTIVATION)
         if HAS_VALUE:
-            if HAS_BIAS:
+            if HAS_VALUE_BIAS:
                 v += tl.load(value_bias + unit, mask=n < BLOCK, other=0.0).to(ACC_DTYPE)[:, None]
             z *= v
         if SCALES:

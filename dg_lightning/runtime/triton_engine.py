@@ -363,6 +363,7 @@ def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
         x.stride(0),
         HAS_BIAS=fc1_bias is not None,
         HAS_VALUE=value is not None,
+        HAS_VALUE_BIAS=value_bias is not None,
         SCALES=net.scaled,
         ACTIVATION=activation_name(net.activation),
         BLOCK=size,

@@ -295,7 +295,8 @@ def compact(
             class as keyword arguments, such as `partial(create_model, "vit_base_patch16_224")` of
             timm. The result's `settings` are those that were found.
         attributes: Names of the attributes that count units or heads, such as `num_heads`, in
-            modules around the units. By default, those with fitting values are tried.
+            modules around the units. Where there is none of them, as by default, attributes with
+            fitting values are tried.
 
     Returns:
         The compact model, with a record of what was removed and what was not.
@@ -318,9 +319,11 @@ def compact(
         raise ValueError(f"`multiple` must be at least 1, got {multiple}.")
     if build is not None and not uniform:
         raise ValueError("`build` needs `uniform=True`: other models have widths of their own.")
+    if isinstance(attributes, str):
+        raise ValueError(f"`attributes` must be a list of names, got {attributes!r}.")
     for key in attributes or ():
-        if not any(isinstance(getattr(module, key, None), int) for module in model.modules()):
-            raise ValueError(f"`attributes` must be numbers of a module, got {key!r}.")
+        if not any(key in dict(_numbers(module)) for module in model.modules()):
+            raise ValueError(f"`attributes` must name integers of a module, got {key!r}.")
     small = copy.deepcopy(model)
     if example is None and isinstance(model, GatedMLP):
         generator = torch.Generator("cpu").manual_seed(0)

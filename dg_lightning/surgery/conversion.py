@@ -6,6 +6,7 @@
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -312,8 +313,8 @@ def convert(
         raise ValueError(
             f"`teach_steps` and `tune_steps` must be at least 1, got {teach_steps}, {tune_steps}."
         )
-    if distill < 0:
-        raise ValueError(f"`distill` must be at least 0, got {distill}.")
+    if not 0 <= distill < math.inf:
+        raise ValueError(f"`distill` must be a finite number from 0, got {distill}.")
     evaluate = _loss_of(model) if loss is None else loss
     found = _feed_forwards(model, example, layers)
     gates = build_gates(model, found, settings)

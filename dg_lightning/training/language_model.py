@@ -123,6 +123,6 @@ class GatedLM(GatedModule):
         length, temperature = int(batch["length"][0]), float(batch["temperature"][0])
         generator = torch.Generator(self.device)
         generator.manual_seed(torch.initial_seed() + self.global_rank)  # differs by rank
-        prompt, graph = batch["prompt"], bool(self.cuda_graphs)
-        tokens: Tensor = net.generate(prompt, length, temperature, generator, cuda_graph=graph)
+        options = {"cuda_graph": True} if self.cuda_graphs else {}
+        tokens: Tensor = net.generate(batch["prompt"], length, temperature, generator, **options)
         return tokens

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dg_lightning import GatedMLP, gate_layers
+from dg_lightning import DynamicGate, GatedMLP, gate_layers
 from dg_lightning.budget import GateBudget, Multiplier, Regulator
+from dg_lightning.budget.regulator import balance_loads
 from dg_lightning.compute.macs import linear_maps
 from dg_lightning.gates.protocol import set_connections
 
@@ -205,3 +206,21 @@ def test_its_state_is_plain_and_restores_all() -> None:
     assert other.state_dict() == regulator.state_dict()
     assert other.ratio != 1.0
     assert other.landing.start is not None
+
+
+def test_biases_of_a_fixed_number_of_blocks_only_change_places() -> None:
+    torch.manual_seed(0)
+    options: Any = {"block_size": 2, "initial_spread": 1.0, "scale": "probability"}
+    fixed = DynamicGate(6, 16, policy="top_k", k=2, **options)
+    free = DynamicGate(6, 16, initial_open_rate=0.6, **options)
+    before = [gate.network[0].bias.detach().clone() for gate in (fixed, free)]  # type: ignore[union-attr]
+    for gate in (fixed, free):
+        gate(torch.randn(50, 6))
+    balance_loads([fixed, free], torch.tensor(0.1))  # not what the fixed gate opens
+    moved = [
+        gate.network[0].bias.detach() - old  # type: ignore[operator, union-attr]
+        for gate, old in zip((fixed, free), before, strict=True)
+    ]
+    assert moved[0].abs().max() > 0.01
+    torch.testing.assert_close(moved[0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert moved[1].mean() < -0.05

@@ -320,6 +320,13 @@ def test_a_bias_moves_by_the_missing_load(tmp_path: Path) -> None:
     assert before
 
 
+def test_a_share_of_blocks_need_not_be_written_to_the_last_digit(tmp_path: Path) -> None:
+    gate = {**apart(), "block_size": 1, "policy": "top_k", "k": "15%", "min_open": 0}
+    controller = BudgetController(0.1563, "open_rate", "balance", begin="0%", freeze_at="100%")
+    fitted([controller], tmp_path, gate, 2)  # 5 of 32, and 10 of 64
+    assert controller.reached == pytest.approx(5 / 32)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:BudgetController")
 def test_a_balanced_run_is_resumed_bit_by_bit(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,16 @@ def test_ties_go_to_the_first_in_every_shape(shape: tuple[int, ...]) -> None:
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :4]
     expected = torch.zeros(shape).scatter(-1, order, 1.0).bool()
     assert torch.equal(top_k_mask(scores, 4), expected)
+
+
+@pytest.mark.parametrize("settings", [{"policy": "top_k", "k": 2}, {"min_open": 2}], ids=str)
+def test_programs_take_any_batch_size(settings: Any) -> None:
+    gate = DynamicGate(6, 8, initial_spread=1.0, **settings).eval()
+    batch = {0: torch.export.Dim("batch")}
+    program = torch.export.export(gate, (torch.randn(20, 6),), dynamic_shapes=(batch,)).module()
+    for size in (3, 50):
+        x = torch.randn(size, 6)
+        assert torch.equal(program(x), gate(x))
 
 
 def test_hard_concrete_probability_is_the_chance_of_a_nonzero_sample() -> None:

@@ -19,6 +19,21 @@ def drawn(layer: torch.nn.Module) -> Any:
     return layer.double().eval()
 
 
+def test_under_autocast_the_gate_reads_what_the_layers_read() -> None:
+    layer = GatedFeedForward(
+        6, 12, gate={"kind": "dynamic", "block_size": 4, "initial_spread": 1.0}
+    )
+    h = torch.randn(40, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(h)
+    gate: Any = layer.gate
+    found = gate.probability
+    gate(h.bfloat16().float())
+    torch.testing.assert_close(found, gate.probability)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        assert layer.double()(h.double()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("scale", [None, "probability"])
 @pytest.mark.parametrize("glu", [False, True])
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)], ids=str)

@@ -48,6 +48,21 @@ def test_with_a_cache_tokens_one_by_one_give_the_same(options: Any) -> None:
     torch.testing.assert_close(torch.cat(found, 1), expected)
 
 
+def test_a_cache_keeps_gradients_and_refuses_what_does_not_fit() -> None:
+    net = small()
+    x = torch.randint(40, (3, 12))
+    cache = KeyValueCache(net.context)
+    parts = [net(x[:, :5], cache), net(x[:, 5:], cache)]
+    weight: Any = net.tokens.weight
+    (found,) = torch.autograd.grad(torch.cat(parts, 1).square().sum(), weight)
+    torch.testing.assert_close(found, torch.autograd.grad(net(x).square().sum(), weight)[0])
+    with pytest.raises(ValueError, match="6 tokens for a context of 4"):
+        net(x[:, :6], KeyValueCache(4))
+    cache.tokens = 0
+    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
+        net(x[:2, :6], cache)
+
+
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @torch.no_grad()
 def test_a_token_at_a_position_on_the_device_gives_the_same(options: Any) -> None:

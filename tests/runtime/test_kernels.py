@@ -107,6 +107,22 @@ def test_a_few_samples_read_weights_by_unit() -> None:
 
 
 @here
+@pytest.mark.parametrize("has_bias", [(True, False), (False, True)])
+def test_each_layer_may_have_a_bias_or_not(has_bias: tuple[bool, bool]) -> None:
+    from dg_lightning.runtime.triton_engine import run_triton
+
+    dtype = DTYPES[0]
+    made: Any = {"dtype": dtype, "device": DEVICE}
+    fc1, third = (nn.Linear(24, 60, bias=b, **made) for b in has_bias)
+    net = FeedForward.from_linears(fc1, nn.SiLU(), nn.Linear(60, 7, **made), 20, third)
+    for samples in (3, 20):
+        x = torch.randn(samples, 24, **made)
+        gate = random_gate(samples, 3, 0.6, torch.float32).to(DEVICE)
+        with torch.no_grad():
+            close(run_triton(x, gate, net), masked(x, gate, net), dtype)
+
+
+@here
 def test_rows_are_limited_to_what_gates_can_open() -> None:
     from dg_lightning.runtime.triton_engine import ROWS, Packing
 

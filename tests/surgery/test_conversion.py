@@ -156,6 +156,7 @@ def test_bad_input_gets_one_line(trained: GPT) -> None:
         ({"gate": {"kind": "static"}}, "`gate` must be dynamic"),
         ({"tune_steps": 0}, "must be at least 1"),
         ({"distill": -1.0}, "`distill` .* -1.0"),
+        ({"distill": float("nan")}, "`distill` .* nan"),
         (
             {"distill": 1.0, "loss": lambda x: trained(x[:, :-1]).mean()},
             "`distill` needs a `loss` that calls",

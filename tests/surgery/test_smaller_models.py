@@ -95,6 +95,8 @@ def test_attributes_that_count_heads_can_be_named() -> None:
     torch.testing.assert_close(result.model(x), net(x))
     with pytest.raises(ValueError, match=r"`attributes` .* 'head_count'"):
         compact(net, x, attributes=["head_count"])
+    with pytest.raises(ValueError, match="`attributes` must be a list"):
+        compact(net, x, attributes="heads")
 
 
 def test_what_cannot_be_taken_out_stays_and_is_noted() -> None:
