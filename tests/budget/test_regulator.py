@@ -213,14 +213,12 @@ def test_biases_of_a_fixed_number_of_blocks_only_change_places() -> None:
     options: Any = {"block_size": 2, "initial_spread": 1.0, "scale": "probability"}
     fixed = DynamicGate(6, 16, policy="top_k", k=2, **options)
     free = DynamicGate(6, 16, initial_open_rate=0.6, **options)
-    before = [gate.network[0].bias.detach().clone() for gate in (fixed, free)]  # type: ignore[union-attr]
+    biases: list[Any] = [gate.network[-1].bias for gate in (fixed, free)]
+    before = [bias.detach().clone() for bias in biases]
     for gate in (fixed, free):
         gate(torch.randn(50, 6))
     balance_loads([fixed, free], torch.tensor(0.1))  # not what the fixed gate opens
-    moved = [
-        gate.network[0].bias.detach() - old  # type: ignore[operator, union-attr]
-        for gate, old in zip((fixed, free), before, strict=True)
-    ]
+    moved = [bias.detach() - old for bias, old in zip(biases, before, strict=True)]
     assert moved[0].abs().max() > 0.01
     torch.testing.assert_close(moved[0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     assert moved[1].mean() < -0.05

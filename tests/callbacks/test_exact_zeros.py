@@ -112,7 +112,7 @@ class NoisyWeights(Plain):
         super().optimizer_step(*args, **kwargs)
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter += 0.01 * torch.randn_like(parameter)
+                parameter.add_(0.01 * torch.randn_like(parameter))
 
 
 @every_sparse
