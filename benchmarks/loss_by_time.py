@@ -1,7 +1,7 @@
 """Validation loss of dense and gated language models against training time.
 
     python benchmarks/loss_by_time.py --device cuda --width 1024 --seconds 240 --output DIR
-    python benchmarks/loss_by_time.py --draw DIR/*.csv --output docs/loss_by_time.png
+    python benchmarks/loss_by_time.py --draw benchmarks/loss_by_time_1024.csv --output DIR/x.png
 
 `dense` has feed-forwards four times as wide as the model. `wide` has feed-forwards sixteen times as
 wide, in blocks of half the width. Every token opens four of the 32 blocks from the first step on
@@ -11,7 +11,8 @@ many on average: its gates have a threshold instead. `moe` is a mixture of exper
 
 Whole training steps are CUDA graphs. Models train in turns on one GPU, with the same settings, and
 their learning rate falls with the time that is left. Validation is not timed. With `--profile`,
-the kernels of one step are listed instead.
+the kernels of one step are listed instead. `--draw` plots saved curves, and prints the lead over
+the dense model and the time to its final loss.
 """
 
 import argparse
@@ -28,31 +29,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dg_lightning import gate_layers, param_groups
-from dg_lightning.budget.regulator import balance_loads, gate_loads
+from dg_lightning.budget import balance_loads, gate_loads
 from dg_lightning.datamodules import TextDataModule
 from dg_lightning.layers import GPT
 from dg_lightning.runtime import lay_out_by_unit, skip_closed_blocks
 
 WIDER = 16  # hidden units over width
-BLOCKS, OPEN_BLOCKS = 32, 4
-OPEN = OPEN_BLOCKS / BLOCKS
+OPEN = 1 / 8  # share of blocks
 LEARNING_RATE, WARM_UP, LAST_RATE = 6e-4, 200, 0.1  # warm-up in steps
 BATCH = 16
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of the time, at which leads are printed
 TURN = 50  # steps
 
 
-def settings_of(name: str, width: int) -> dict[str, Any]:
+def settings_of(name: str, width: int, blocks: int) -> dict[str, Any]:
     """Return the arguments of a variant's GPT."""
     if name == "dense":
         return {"hidden": 4 * width}
     hidden = WIDER * width
     if name == "moe":
-        experts = {"experts": BLOCKS, "top_k": OPEN_BLOCKS, "capacity_factor": 1.25}
+        experts = {"experts": blocks, "top_k": round(OPEN * blocks), "capacity_factor": 1.25}
         return {"hidden": hidden, "experts": experts}
-    gate: dict[str, Any] = {"kind": "dynamic", "block_size": hidden // BLOCKS}
+    gate: dict[str, Any] = {"kind": "dynamic", "block_size": hidden // blocks}
     gate |= {"scale": "probability", "initial_open_rate": OPEN, "initial_spread": 1.0}
     if name == "wide":
-        gate |= {"policy": "top_k", "k": OPEN_BLOCKS}
+        gate |= {"policy": "top_k", "k": round(OPEN * blocks)}
     return {"hidden": hidden, "gate": gate}
 
 
@@ -188,7 +189,7 @@ def build(name: str, given: argparse.Namespace, data: TextDataModule, seed: int)
     torch.manual_seed(seed)
     size: Any = {"width": given.width, "depth": given.depth, "heads": max(given.width // 128, 1)}
     with torch.device(given.device):
-        net = GPT([data.context], 256, **size, **settings_of(name, given.width))
+        net = GPT([data.context], 256, **size, **settings_of(name, given.width, given.blocks))
     if name in ("wide", "threshold"):
         lay_out_by_unit(net)
         skip_closed_blocks(net, "triton" if given.device == "cuda" else "blocks")
@@ -252,7 +253,14 @@ def draw(files: list[Path], output: Path) -> None:
             label = f"{net}, width {rows[0]['width']}"
             losses.plot(seconds, loss, label=label, lw=1)
             if net != "dense":
-                leads.plot(seconds, np.interp(seconds, *curves["dense"]) - loss, label=label, lw=1)
+                dense_seconds, dense_loss = curves["dense"]
+                lead = np.interp(seconds, dense_seconds, dense_loss) - loss
+                leads.plot(seconds, lead, label=label, lw=1)
+                ahead = {s: np.interp(s * dense_seconds[-1], seconds, lead) for s in SHARES}
+                shown = ", ".join(f"{x:+.4f} at {s:.0%} of the time" for s, x in ahead.items())
+                reached = seconds[loss <= dense_loss[-1]]
+                when = f"{reached[0] / dense_seconds[-1]:.2f}" if len(reached) else "more than 1"
+                print(f"{label}: lead {shown}; the dense model's final loss after {when}")
     losses.set(yscale="log", ylabel="nats per byte, validation")
     leads.set(ylim=(-0.05, 0.05), ylabel="lead over dense, nats per byte")
     leads.axhline(0, color="gray", lw=0.8)
@@ -270,6 +278,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["dense", "wide"])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/loss_by_time"))

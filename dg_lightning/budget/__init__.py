@@ -19,6 +19,7 @@ from .regulator import (
     Multiplier,
     Regulator,
     Timetable,
+    balance_loads,
     gate_loads,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "Regulator",
     "Timetable",
     "Usage",
+    "balance_loads",
     "check_budget",
     "gate_budgets",
     "gate_loads",

@@ -269,9 +269,10 @@ def balance_loads(
         passes: Number of passes in an optimizer step.
         mean: Averages loads over ranks.
     """
-    own = torch.cat([gate_loads(gate) for gate in gates])
+    loads = [gate_loads(gate) for gate in gates]
+    own = torch.cat(loads)
     moves = (_BALANCE / passes) * (target - (own if mean is None else mean(own)))
-    for gate, move in zip(gates, moves.split([g.gate.shape[-1] for g in gates]), strict=True):  # type: ignore[union-attr]
+    for gate, move in zip(gates, moves.split([len(load) for load in loads]), strict=True):
         # A fixed number of open blocks does not change, so their biases only change places.
         fixed = getattr(gate, "k", None) is not None
         gate.shift_bias((move - move.mean() if fixed else move) * gate.temperature)

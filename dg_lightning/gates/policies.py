@@ -49,10 +49,10 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     # torch.topk breaks ties differently on each device, so break them here.
     above, tied = scores > last, scores == last
     missing = k - above.sum(-1, keepdim=True, dtype=torch.int32)
-    return above | (tied & (_running_count(tied) <= missing))
+    return above | (tied & (_count_so_far(tied) <= missing))
 
 
-def _running_count(chosen: Tensor) -> Tensor:
+def _count_so_far(chosen: Tensor) -> Tensor:
     """Return the running count of True entries along the last axis."""
     # A GPU scans many short rows faster side by side. In a program, the number of rows may change.
     is_tall = (

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -288,8 +287,7 @@ def convert(
         tune_steps: Number of steps that fine-tune all weights.
         learning_rate: Peak learning rate during fine-tuning.
         distill: Weight of the divergence from the dense model's class probabilities during
-            fine-tuning. It helps if the dense model has stopped improving; otherwise it holds the
-            converted model back.
+            fine-tuning. It holds back a model that still improves.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -384,8 +382,10 @@ def _with_teacher(model: nn.Module, run: Loss, weight: float) -> Loss:
 
     def total(batch: Any) -> Tensor:
         calls: list[tuple[Any, Any, Any]] = []
-        keep = partial(_append_call, calls)
-        hook = model.register_forward_hook(keep, with_kwargs=True)
+        hook = model.register_forward_hook(
+            lambda _, *call: calls.append(call),
+            with_kwargs=True,
+        )
         try:
             loss = run(batch)
         finally:
@@ -404,12 +404,6 @@ def _with_teacher(model: nn.Module, run: Loss, weight: float) -> Loss:
         return loss + weight * torch.stack(terms).mean()
 
     return total
-
-
-def _append_call(
-    calls: list[tuple[Any, Any, Any]], model: nn.Module, args: Any, kwargs: Any, output: Any
-) -> None:
-    calls.append((args, kwargs, output))
 
 
 def _log_probabilities(output: Any) -> Tensor:

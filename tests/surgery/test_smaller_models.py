@@ -76,13 +76,15 @@ class Stubborn(GroupedAttention):
 class Numbered(GroupedAttention):
     """Attention with many numbers that equal its number of heads, one of which it computes with."""
 
+    level_3: int
+
     def __init__(self) -> None:
         super().__init__()
         for index in range(9):
             setattr(self, f"level_{index}", self.heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.level_3  # type: ignore[operator]
+        return super().forward(x) * self.level_3
 
 
 def test_attributes_that_count_heads_can_be_named() -> None:
