@@ -38,7 +38,7 @@ WIDER = 16  # hidden units over width
 OPEN = 1 / 8  # share of blocks
 LEARNING_RATE, WARM_UP, LAST_RATE = 6e-4, 200, 0.1  # warm-up in steps
 BATCH = 16
-SHARES = (0.25, 0.5, 0.75, 1.0)  # of the time, at which leads are printed
+SHARES = (0.25, 0.5, 0.75, 1.0)  # leads are printed at these shares of the time
 TURN = 50  # steps
 
 
