@@ -4,8 +4,8 @@
     python benchmarks/loss_by_time.py --draw benchmarks/loss_by_time_1024.csv --output DIR/x.png
 
 `dense` has feed-forwards four times as wide as the model. `wide` has feed-forwards sixteen times as
-wide, in blocks of half the width. Every token opens four of the 32 blocks from the first step on
-(`policy: top_k`), and biases balance the loads of blocks (`method: balance`). `threshold` opens as
+wide, in blocks of half the width. Every token opens two of the 32 blocks from the first step on
+(`policy: top_k`; `--open`), and biases balance the loads of blocks (`method: balance`). `threshold` opens as
 many on average: its gates have a threshold instead. `moe` is a mixture of experts of the same size,
 `MoEFeedForward` with one expert per block.
 
@@ -35,25 +35,24 @@ from dg_lightning.layers import GPT
 from dg_lightning.runtime import lay_out_by_unit, skip_closed_blocks
 
 WIDER = 16  # hidden units over width
-OPEN = 1 / 8  # share of blocks
 LEARNING_RATE, WARM_UP, LAST_RATE = 6e-4, 200, 0.1  # warm-up in steps
 BATCH = 16
 SHARES = (0.25, 0.5, 0.75, 1.0)  # leads are printed at these shares of the time
 TURN = 50  # steps
 
 
-def settings_of(name: str, width: int, blocks: int) -> dict[str, Any]:
+def settings_of(name: str, width: int, blocks: int, share: float) -> dict[str, Any]:
     """Return the arguments of a variant's GPT."""
     if name == "dense":
         return {"hidden": 4 * width}
     hidden = WIDER * width
     if name == "moe":
-        experts = {"experts": blocks, "top_k": round(OPEN * blocks), "capacity_factor": 1.25}
+        experts = {"experts": blocks, "top_k": round(share * blocks), "capacity_factor": 1.25}
         return {"hidden": hidden, "experts": experts}
     gate: dict[str, Any] = {"kind": "dynamic", "block_size": hidden // blocks}
-    gate |= {"scale": "probability", "initial_open_rate": OPEN, "initial_spread": 1.0}
+    gate |= {"scale": "probability", "initial_open_rate": share, "initial_spread": 1.0}
     if name == "wide":
-        gate |= {"policy": "top_k", "k": round(OPEN * blocks)}
+        gate |= {"policy": "top_k", "k": round(share * blocks)}
     return {"hidden": hidden, "gate": gate}
 
 
@@ -64,11 +63,13 @@ class Learner:
         name: Name of the variant.
         net: The model.
         data: Windows of text.
-        seconds: Training time.
+        given: The options: training time, or steps instead, and the share of open blocks.
     """
 
-    def __init__(self, name: str, net: GPT, data: TextDataModule, seconds: float) -> None:
-        self.name, self.net, self.data, self.seconds = name, net, data, seconds
+    def __init__(
+        self, name: str, net: GPT, data: TextDataModule, given: argparse.Namespace
+    ) -> None:
+        self.name, self.net, self.data, self.given = name, net, data, given
         self.device = next(net.parameters()).device
         self.on_gpu = self.device.type == "cuda"
         groups = param_groups(net, lr=LEARNING_RATE)
@@ -77,7 +78,7 @@ class Learner:
         own: Any = {"fused": True, "capturable": True} if self.on_gpu else {}
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, **own)
         self.gates = list(gate_layers(net, required=False).values())
-        self.target = torch.tensor(OPEN, device=self.device)  # load of a block in training
+        self.target = torch.tensor(given.open, device=self.device)  # load of a block in training
         self.batches = self._batches()
         self.x, self.y = (tensor.clone() for tensor in next(self.batches))
         self.memory = 0  # bytes beyond parameters, gradients and optimizer state
@@ -138,7 +139,7 @@ class Learner:
             x, y = next(self.batches)
             self.x.copy_(x)
             self.y.copy_(y)
-            left = max(1 - (self.taken + time.perf_counter() - start) / self.seconds, 0.0)
+            left = max(1 - self._progress(time.perf_counter() - start), 0.0)
             rate = LEARNING_RATE * min((self.steps + 1) / WARM_UP, 1.0)
             rate *= LAST_RATE + (1 - LAST_RATE) * left
             for group in self.optimizer.param_groups:
@@ -150,6 +151,17 @@ class Learner:
             self.steps += 1
         self._wait()
         self.taken += time.perf_counter() - start
+
+    def _progress(self, running: float = 0.0) -> float:
+        """Return the share of the training that is over."""
+        if self.given.steps:
+            return self.steps / self.given.steps  # type: ignore[no-any-return]
+        return (self.taken + running) / self.given.seconds  # type: ignore[no-any-return]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the training time, or number of steps, is spent."""
+        return self._progress() >= 1
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -166,7 +178,8 @@ class Learner:
             self.share = float(torch.cat(by_gate).mean())
             self.dead = int((torch.cat(by_gate) == 0).sum())
             if self.name == "threshold":
-                self.target.mul_((OPEN / self.share) ** 0.5).clamp_(OPEN / 2, 2 * OPEN)
+                wanted = self.given.open
+                self.target.mul_((wanted / self.share) ** 0.5).clamp_(wanted / 2, 2 * wanted)
 
     def _wait(self) -> None:
         if self.on_gpu:
@@ -188,12 +201,13 @@ def build(name: str, given: argparse.Namespace, data: TextDataModule, seed: int)
     """Return the learner of a variant."""
     torch.manual_seed(seed)
     size: Any = {"width": given.width, "depth": given.depth, "heads": max(given.width // 128, 1)}
+    settings = settings_of(name, given.width, given.blocks, given.open)
     with torch.device(given.device):
-        net = GPT([data.context], 256, **size, **settings_of(name, given.width, given.blocks))
+        net = GPT([data.context], 256, **size, **settings)
     if name in ("wide", "threshold"):
         lay_out_by_unit(net)
         skip_closed_blocks(net, "triton" if given.device == "cuda" else "blocks")
-    return Learner(name, net, data, given.seconds)
+    return Learner(name, net, data, given)
 
 
 def train(given: argparse.Namespace, seed: int) -> None:
@@ -208,7 +222,7 @@ def train(given: argparse.Namespace, seed: int) -> None:
         for learner in learners:
             profile(learner)
         return
-    while busy := [learner for learner in learners if learner.taken < given.seconds]:
+    while busy := [learner for learner in learners if not learner.is_done]:
         for learner in busy:
             learner.learn(TURN)
             learner.validate()
@@ -279,7 +293,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--open", type=float, default=1 / 16, help="Share of open blocks.")
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--steps", type=int, help="Train for as many steps instead of seconds.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, default=Path("runs/loss_by_time"))
     parser.add_argument("--profile", action="store_true")

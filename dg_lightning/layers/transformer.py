@@ -27,12 +27,18 @@ class KeyValueCache:
         # Position of the new token in a CUDA graph, which cannot depend on `tokens`.
         self.position: Tensor | None = None
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._positions: Tensor  # of the new tokens
+        self._mask: Tensor | None = None  # of keys that each new token attends to; 0 or -inf
 
-    def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the positions of new tokens."""
-        if self.position is not None:
-            return self.position
-        return torch.arange(self.tokens, self.tokens + tokens, device=device)
+    def start(self, tokens: int, device: torch.device) -> Tensor:
+        """Begin to read new tokens, and return their positions."""
+        self._mask = None
+        self._positions = (
+            torch.arange(self.tokens, self.tokens + tokens, device=device)
+            if self.position is None
+            else self.position
+        )
+        return self._positions
 
     def extend(
         self, layer: nn.Module, key: Tensor, value: Tensor
@@ -40,14 +46,14 @@ class KeyValueCache:
         """Add the keys and values of new tokens.
 
         Returns:
-            The keys and values of all tokens so far, and a mask of those that each new token may
-            attend to (None for all).
+            The keys and values of all tokens so far, and a mask to add to the scores of the new
+            tokens (None if they attend to all).
         """
         batch, heads, tokens, size = key.shape
         if layer not in self._kept:
             shape = batch, heads, self.size, size
             self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
-        positions = self.positions(tokens, key.device)
+        positions = self._positions
         keys, values = self._kept[layer]
         if len(keys) != batch:
             raise ValueError(
@@ -65,8 +71,11 @@ class KeyValueCache:
             keys, values = (kept[:, :, : self.tokens + tokens] for kept in (keys, values))
             if tokens == 1:
                 return keys, values, None
-        places = torch.arange(keys.shape[2], device=key.device)
-        return keys, values, places <= positions.unsqueeze(1)
+        if self._mask is None:  # the same in all layers
+            places = torch.arange(keys.shape[2], device=key.device)
+            mask = key.new_zeros(len(positions), len(places))
+            self._mask = mask.masked_fill_(places > positions.unsqueeze(1), -torch.inf)
+        return keys, values, self._mask
 
 
 class Block(nn.Module):
@@ -278,7 +287,7 @@ class GPT(nn.Module):
                 f"Got {before + x.shape[1]} tokens for a context of {most}: pass fewer, or "
                 "use `generate`."
             )
-        places = cached.positions(x.shape[1], x.device)
+        places = cached.start(x.shape[1], x.device)
         h = self.dropout(self.tokens(x) + self.positions(places))
         for block in self.blocks:
             h = block(h, cache)

@@ -301,7 +301,7 @@ def decide(
     """
     tile = tl.program_id(0)
     n = tile * TILE + tl.arange(0, TILE)
-    b = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    b = tl.arange(0, WIDTH)
     k = tl.arange(0, DEPTH)
     z = tl.zeros([TILE, WIDTH], tl.float32)
     for start in range(0, INNER, DEPTH):
@@ -331,6 +331,48 @@ def decide(
 
 
 @triton.jit
+def few_gates(
+    x,
+    weight,
+    bias,
+    temperature,
+    threshold,
+    probability,
+    gate,
+    samples,
+    blocks,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    INNER: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Compute p and hard gates of one block for a few samples, in float32."""
+    block = tl.program_id(0)
+    offset = tl.load(bias + block) if HAS_BIAS else 0.0
+    for sample in range(0, samples):
+        total = tl.zeros([DEPTH], tl.float32)
+        for start in range(0, INNER, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            h = tl.load(x + sample * x_stride + k, mask=k < INNER, other=0.0).to(tl.float32)
+            total += h * tl.load(weight + block * INNER + k, mask=k < INNER, other=0.0)
+        p = tl.sigmoid((tl.sum(total, 0) + offset) / tl.load(temperature))
+        pair = sample * blocks + block
+        tl.store(probability + pair, p)
+        tl.store(gate + pair, (p > tl.load(threshold)).to(tl.float32))
+
+
+@triton.jit
+def _open_blocks(gate, samples, blocks, BLOCKS: tl.constexpr):
+    """Count the blocks up to each one that any of a few samples opens."""
+    b = tl.arange(0, BLOCKS)
+    is_open = tl.zeros([BLOCKS], tl.int32)
+    for sample in range(0, samples):
+        g = tl.load(gate + sample * blocks + b, mask=b < blocks, other=0)
+        is_open = tl.maximum(is_open, (g != 0).to(tl.int32))
+    return tl.cumsum(is_open, 0)
+
+
+@triton.jit
 def few_units(
     x,
     gate,
@@ -348,19 +390,20 @@ def few_units(
     SCALES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     INNER: tl.constexpr,
     SAMPLES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Compute a block's units for a few samples, unless all of them close it."""
-    block = tl.program_id(1)
+    """Compute the units of open blocks for a few samples. Programs share the open blocks."""
+    count = _open_blocks(gate, samples, blocks, BLOCKS)
+    chunks: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     s = tl.arange(0, SAMPLES)
-    g = tl.load(gate + s * blocks + block, mask=s < samples, other=0.0).to(ACC_DTYPE)
-    is_open = g != 0.0
-    if tl.max(is_open.to(tl.int32), 0) > 0:
-        n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    for job in range(tl.program_id(0), tl.max(count, 0) * chunks, tl.num_programs(0)):
+        block = tl.sum((count <= job // chunks).to(tl.int32), 0)
+        n = job % chunks * COLUMNS + tl.arange(0, COLUMNS)
         unit = block * BLOCK + n
         row = unit.to(tl.int64) * INNER
         z = tl.zeros([COLUMNS, SAMPLES], ACC_DTYPE)
@@ -382,9 +425,10 @@ def few_units(
             if HAS_VALUE_BIAS:
                 v += tl.load(value_bias + unit, mask=n < BLOCK, other=0.0).to(ACC_DTYPE)[:, None]
             z *= v
+        g = tl.load(gate + s * blocks + block, mask=s < samples, other=0.0).to(ACC_DTYPE)
         if SCALES:
             z *= g[None, :]
-        z = tl.where(is_open[None, :], z, 0.0)
+        z = tl.where((g != 0.0)[None, :], z, 0.0)
         entry = units + s[None, :] * (blocks * BLOCK) + unit[:, None]
         tl.store(
             entry, z.to(units.dtype.element_ty), mask=(s < samples)[None, :] & (n < BLOCK)[:, None]
@@ -413,17 +457,12 @@ def few_outputs(
 
     Programs with the same outputs share the open blocks, and store partial sums.
     """
-    b = tl.arange(0, BLOCKS)
-    is_open = tl.zeros([BLOCKS], tl.int32)
-    for sample in range(0, samples):
-        g = tl.load(gate + sample * blocks + b, mask=b < blocks, other=0)
-        is_open = tl.maximum(is_open, (g != 0).to(tl.int32))
-    count = tl.cumsum(is_open, 0)
+    count = _open_blocks(gate, samples, blocks, BLOCKS)
     chunks = tl.cdiv(BLOCK, DEPTH)
     s = tl.arange(0, SAMPLES)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS, SAMPLES], ACC_DTYPE)
-    for job in range(tl.program_id(1), tl.sum(is_open, 0) * chunks, tl.num_programs(1)):
+    for job in range(tl.program_id(1), tl.max(count, 0) * chunks, tl.num_programs(1)):
         block = tl.sum((count <= job // chunks).to(tl.int32), 0)
         k = job % chunks * DEPTH + tl.arange(0, DEPTH)
         unit = (block * BLOCK + k).to(tl.int64)
@@ -440,6 +479,28 @@ def few_outputs(
         total = tl.dot(w, h, total, input_precision="ieee", out_dtype=ACC_DTYPE)
     entry = partial + (tl.program_id(1) * samples + s[None, :]) * width + n[:, None]
     tl.store(entry, total, mask=(s < samples)[None, :] & (n < width)[:, None])
+
+
+@triton.jit
+def few_sums(
+    partial,
+    bias,
+    out,
+    splits,
+    size,
+    width,
+    HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """Add up partial sums and the bias."""
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], ACC_DTYPE)
+    for part in range(0, splits):
+        total += tl.load(partial + part * size + n, mask=n < size, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + n % width, mask=n < size, other=0.0).to(ACC_DTYPE)
+    tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 
 
 @triton.jit

@@ -299,14 +299,8 @@ def _run_triton(x: Tensor, gate: Gate, net: FeedForward, g: Tensor | None = None
         raise ModuleNotFoundError(
             "The 'triton' engine needs Triton, which is installed with torch for CUDA: use 'auto'."
         ) from error
-    counts = decide_by_kernel(gate, x) if g is None else None
-    if counts is not None:
-        assert gate.gate is not None
-        assert gate.probability is not None
-        g = gate.scaled(gate.gate, gate.probability)
-    elif g is None:
-        g = gate.decide(x)
-    assert g is not None
+    decided = decide_by_kernel(gate, x) if g is None else None
+    g, counts = decided or (gate.decide(x) if g is None else g, None)
     return run_triton(x, g, net, counts)
 
 

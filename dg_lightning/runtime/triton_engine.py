@@ -340,7 +340,9 @@ def run_triton(x: Tensor, gate: Tensor, net: FeedForward, counts: Tensor | None 
 
 
 FEW = 16  # largest batch for the kernels that generate text
-_UNITS, _OUTPUTS = 16, 32  # units and outputs per program
+_UNITS, _OUTPUTS = 16, 32  # units and outputs per job
+_DEPTH = 256  # entries of a row of weights that are read at once
+_PROGRAMS = 8  # per multiprocessor, so that reads overlap
 
 
 def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
@@ -350,7 +352,9 @@ def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
     value, value_bias = net.fc1_gate or (None, None)
     units = x.new_empty(samples, len(fc1))
     accumulator: Any = {"ACC_DTYPE": accumulator_dtype(x), "SAMPLES": FEW}
-    kernels.few_units[(triton.cdiv(size, _UNITS), blocks)](
+    programs = _PROGRAMS * multiprocessors(x.device)
+    jobs = triton.cdiv(size, _UNITS) * blocks
+    kernels.few_units[(min(jobs, programs),)](
         x,
         gate,
         fc1.contiguous(),
@@ -367,17 +371,16 @@ def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
         SCALES=net.scaled,
         ACTIVATION=activation_name(net.activation),
         BLOCK=size,
+        BLOCKS=power_of_2(blocks, 2),
         INNER=x.shape[1],
         COLUMNS=_UNITS,
-        DEPTH=min(power_of_2(x.shape[1], 16), 256),
+        DEPTH=min(power_of_2(x.shape[1], 16), _DEPTH),
         num_stages=4,
         **accumulator,
     )
     depth = min(power_of_2(size, 16), 128)
     across = triton.cdiv(width, _OUTPUTS)
-    splits = min(
-        triton.cdiv(4 * multiprocessors(x.device), across), blocks * triton.cdiv(size, depth)
-    )
+    splits = min(triton.cdiv(programs, 2 * across), blocks * triton.cdiv(size, depth))
     partial = x.new_empty(splits, samples, width, dtype=at_least_float32(x.dtype))
     kernels.few_outputs[(across, splits)](
         units,
@@ -395,8 +398,19 @@ def _run_few(x: Tensor, gate: Tensor, net: FeedForward) -> Tensor:
         num_stages=4,
         **accumulator,
     )
-    total = partial.sum(0)
-    return (total if fc2_bias is None else total + fc2_bias).to(x.dtype)
+    out = x.new_empty(samples, width)
+    kernels.few_sums[(triton.cdiv(out.numel(), 256),)](
+        partial,
+        x if fc2_bias is None else fc2_bias,
+        out,
+        splits,
+        out.numel(),
+        width,
+        HAS_BIAS=fc2_bias is not None,
+        COLUMNS=256,
+        ACC_DTYPE=accumulator_dtype(x),
+    )
+    return out
 
 
 def _run_packed(
@@ -417,13 +431,14 @@ def _run_packed(
     return _forward(tensors, net.block_size, name, packing, scale)[0]
 
 
-def decide_by_kernel(gate: Gate, x: Tensor) -> Tensor | None:
+def decide_by_kernel(gate: Gate, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Run the gate in a single kernel if it is simple enough, otherwise return None.
 
     The gate records p and g.
 
     Returns:
-        Number of open pairs by sample tile and block.
+        The factors of units, and the number of open pairs by sample tile and block. A few samples
+        are not counted.
     """
     simple = (
         isinstance(gate, DynamicGate)
@@ -437,38 +452,38 @@ def decide_by_kernel(gate: Gate, x: Tensor) -> Tensor | None:
         return None
     assert isinstance(gate, DynamicGate)
     with torch.cuda.device_of(x):
-        return decide_linear(gate, x.contiguous())
+        counts = decide_linear(gate, x.contiguous())
+    assert gate.gate is not None
+    assert gate.probability is not None
+    return gate.scaled(gate.gate, gate.probability), counts
 
 
-def decide_linear(gate: DynamicGate, x: Tensor) -> Tensor:
+def decide_linear(gate: DynamicGate, x: Tensor) -> Tensor | None:
     """Run a linear threshold gate in a single kernel, without gradients."""
     linear: Any = gate.network[0]
-    few = len(x) <= FEW
-    tile, width = (FEW, 16) if few else (_SAMPLES, power_of_2(gate.blocks, 16))
-    tiles = triton.cdiv(len(x), tile)
+    bias = linear.weight if linear.bias is None else linear.bias
     p, g = (torch.empty(len(x), gate.blocks, device=x.device) for _ in range(2))
+    tensors = x, linear.weight, bias, gate.temperature, gate.threshold, p, g
+    sizes = len(x), gate.blocks, x.stride(0)
+    shape: Any = {"HAS_BIAS": linear.bias is not None, "INNER": x.shape[1]}
+    gate.probability, gate.gate = p, g
+    if len(x) <= FEW:
+        depth = min(power_of_2(x.shape[1], 16), 1024)
+        kernels.few_gates[(gate.blocks,)](*tensors, *sizes, DEPTH=depth, **shape)
+        return None
+    tiles = triton.cdiv(len(x), _SAMPLES)
     counts = torch.empty(tiles, gate.blocks, dtype=torch.int32, device=x.device)
-    kernels.decide[(tiles, triton.cdiv(gate.blocks, width))](
-        x,
-        linear.weight,
-        linear.weight if linear.bias is None else linear.bias,
-        gate.temperature,
-        gate.threshold,
-        p,
-        g,
+    kernels.decide[(tiles,)](
+        *tensors,
         counts,
-        len(x),
-        gate.blocks,
-        x.stride(0),
-        HAS_BIAS=linear.bias is not None,
-        INNER=x.shape[1],
+        *sizes,
         DEPTH=128,
-        TILE=tile,
-        WIDTH=width,
+        TILE=_SAMPLES,
+        WIDTH=power_of_2(gate.blocks, 16),
         num_warps=4,
         num_stages=4,
+        **shape,
     )
-    gate.probability, gate.gate = p, g
     return counts
 
 

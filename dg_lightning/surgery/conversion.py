@@ -151,6 +151,8 @@ def cluster(
     exact = torch.autocast(weight.device.type, enabled=False)
     with exact, _recording(model, found) as (_, units):
         before = run(batch)
+    # A loss may cast to half precision itself, whatever this context says.
+    dtypes = [weight.dtype, before.dtype, *(tensor.dtype for tensor in units.values())]
     orders = {}
     for name, group in found.units.items():
         tokens = units[name].float()
@@ -160,7 +162,7 @@ def cluster(
         reorder_units(model, group, orders[name])
     with exact:
         after = run(batch)
-    same = 1e-4 if weight.dtype.itemsize >= 4 else 1e-2  # rounding tolerance
+    same = 1e-4 if min(dtype.itemsize for dtype in dtypes) >= 4 else 1e-2  # rounding tolerance
     if not torch.allclose(after.float(), before.float(), rtol=same, atol=same):
         for name, group in found.units.items():
             reorder_units(model, group, orders[name].argsort())  # undo

@@ -13,11 +13,14 @@ from dg_lightning.layers import GPT
 from dg_lightning.surgery import convert, find_units
 from dg_lightning.surgery.conversion import (
     _carried,
+    _feed_forwards,
     _largest_share_mask,
     _with_teacher,
+    cluster,
     cluster_units,
     reorder_units,
 )
+from dg_lightning.surgery.gating import build_gates
 
 GATE: Any = {"kind": "dynamic", "block_size": 8, "scale": "probability"}
 
@@ -215,6 +218,25 @@ def test_in_mixed_precision_it_learns_from_the_weights_of_now(trained: GPT, devi
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
         losses = [float(next_token(net.eval())(x.to(device))) for x in copying()]
     assert done.loss_after == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_loss_that_casts_to_half_precision_may_round(trained: GPT, halves: bool) -> None:
+    net = copy.deepcopy(trained)
+    batch = copying()[0]
+    found = _feed_forwards(net, batch[:, :-1], None)
+    gates = build_gates(net, found, {"feed_forward": GATE})
+    exact, rounding = next_token(net), iter([0.0, 1e-3])
+
+    def loss(batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=halves):
+            return exact(batch) + next(rounding)
+
+    if halves:
+        cluster(net, found, gates, loss, batch)
+    else:
+        with pytest.raises(ValueError, match="GPT"):
+            cluster(net, found, gates, loss, batch)
 
 
 class OwnWeights(GPT):
