@@ -24,7 +24,15 @@ from dg_lightning.layers import GPT
 from dg_lightning.surgery import convert
 
 LEARNING_RATE = 6e-4
-VARIANTS = ["dense", "0.5:0", "0.5:1", "0.25:0", "0.25:1", "0.5:4", "0.25:4"]  # budget:weight of the teacher
+VARIANTS = [
+    "dense",
+    "0.5:0",
+    "0.5:1",
+    "0.25:0",
+    "0.25:1",
+    "0.5:4",
+    "0.25:4",
+]  # budget:weight of the teacher
 
 
 class Experiment:

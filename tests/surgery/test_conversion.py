@@ -230,7 +230,8 @@ def test_a_loss_that_casts_to_half_precision_may_round(trained: GPT, halves: boo
 
     def loss(batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=halves):
-            return exact(batch) + next(rounding)
+            value: Tensor = exact(batch) + next(rounding)
+            return value
 
     if halves:
         cluster(net, found, gates, loss, batch)
