@@ -4,10 +4,10 @@
     python benchmarks/loss_by_time.py --draw benchmarks/loss_by_time_1024.csv --output DIR/x.png
 
 `dense` has feed-forwards four times as wide as the model. `wide` has feed-forwards sixteen times as
-wide, in blocks of half the width. Every token opens two of the 32 blocks from the first step on
-(`policy: top_k`; `--open`), and biases balance the loads of blocks (`method: balance`). `threshold` opens as
-many on average: its gates have a threshold instead. `moe` is a mixture of experts of the same size,
-`MoEFeedForward` with one expert per block.
+wide, in blocks of half the width. Every token opens two of the 32 blocks (`--open`) from the first
+step on (`policy: top_k`), and biases balance the loads of blocks (`method: balance`). `threshold`
+opens as many on average: its gates have a threshold instead. `moe` is a mixture of experts of the
+same size, `MoEFeedForward` with one expert per block.
 
 Whole training steps are CUDA graphs. Models train in turns on one GPU, with the same settings, and
 their learning rate falls with the time that is left. Validation is not timed. With `--profile`,
