@@ -27,7 +27,7 @@ class KeyValueCache:
         # Position of the new token in a CUDA graph, which cannot depend on `tokens`.
         self.position: Tensor | None = None
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._positions: Tensor  # of the new tokens
+        self._positions: Tensor  # new tokens
         self._mask: Tensor | None = None  # of keys that each new token attends to; 0 or -inf
 
     def start(self, tokens: int, device: torch.device) -> Tensor:
