@@ -4,17 +4,16 @@
     python benchmarks/compaction.py runs/mnist runs/pbmc3k
 
 Without arguments: a 2048-8192-2048 net on a CPU with a quarter of its hidden units open, compact
-against dense. With folders: every `last.ckpt` below them is exported as safetensors, reloaded and
-timed against the `baseline` of its dataset (or the same net without gates), on the data of its
-config if available. As in `dg-lightning export`, input-dependent gates that cost more than they
-save are frozen; the net that keeps its gates has a separate row. Variants are measured alternately
-and compared by their medians.
+against dense. With folders: every `last.ckpt` below them is made compact and timed against the
+`baseline` of its dataset (or the same net without gates), on the data of its config if available.
+Nets whose gates depend on the input have a second row, with frozen gates. Variants are measured
+alternately and compared by their medians.
 """
 
 import argparse
-import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from random_nets import predicted_speed_up, random_net
@@ -22,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dg_lightning.cli.runs import batches, load_data, load_inputs, load_net
-from dg_lightning.layers.mlp import GatedMLP
-from dg_lightning.runtime import export, fastest_plain_net, freeze_if_faster, plain_net
-from dg_lightning.runtime.lowering import scores, without_gates
+from dg_lightning import compact, gate_layers
+from dg_lightning.cli.runs import batches, load_data, load_inputs, load_net, scores
 from dg_lightning.runtime.timing import median_seconds
+from dg_lightning.surgery import freeze_gates
+from dg_lightning.surgery.gating import without_gates
 
 LEAST = 0.9  # required share of the predicted speed-up
 BATCHES = (1, 32, 1024)
@@ -40,7 +39,7 @@ def wide(rounds: int) -> Table:
         [2048, 8192, 2048], 0.25, dynamic=False, block_size=1, device=cpu, dtype=torch.float32
     )
     dense = nn.Sequential(net.hidden[0].linear, nn.ReLU(), net.output)  # type: ignore[arg-type]
-    small = plain_net(net).net
+    small = compact(net).model
     table = Table(title="2048-8192-2048, 25% of the hidden units open, CPU")
     for column in ("batch", "dense ms", "compact ms", "speed-up", "predicted", "realised", "bar"):
         table.add_column(column, justify="right")
@@ -68,25 +67,20 @@ def studies(folders: list[Path], rounds: int) -> Table:
         variant, dataset = path.parents[2].name, path.parents[3].name
         net, data = load_net(str(path)), load_data(str(path), None)
         baseline = sorted((path.parents[3] / "baseline").rglob("last.ckpt"))
-        dense: GatedMLP = load_net(str(baseline[-1])) if baseline else without_gates(net)
-        plain_dense = fastest_plain_net(dense, BATCHES).net
-        if data is None:
-            chosen, small = net, fastest_plain_net(net, BATCHES)
-        else:
-            seen = partial(batches, data, "validate")
-            chosen, small = freeze_if_faster(net, seen, BATCHES)
-        rows = {f"{dataset}/{variant}": (chosen, small)}
-        if chosen is not net:
-            rows[f"{dataset}/{variant}, gates kept"] = (net, fastest_plain_net(net, BATCHES))
+        dense = load_net(str(baseline[-1])) if baseline else without_gates(net)
+        gates = list(gate_layers(net, required=False).values())
+        nets: dict[str, Any] = {f"{dataset}/{variant}": net}
+        if data is not None and any(gate.input_dependent for gate in gates):
+            seen = (x for x, _ in batches(data, "validate"))
+            nets[f"{dataset}/{variant}, frozen"] = freeze_gates(net, seen)
         inputs = load_inputs(str(path), max(BATCHES))
-        for name, (meant, made) in rows.items():
-            with tempfile.TemporaryDirectory() as folder:
-                ours = export(meant, made, "safetensors", Path(folder, "net")).run
+        for name, meant in nets.items():
+            ours = compact(meant, inputs[:8]).model if gates else meant
             cells = []
             for batch in BATCHES:
                 x = inputs[:batch].contiguous()
                 with torch.inference_mode():
-                    runs = {"dense": partial(plain_dense, x), "ours": partial(ours, x)}
+                    runs = {"dense": partial(dense, x), "ours": partial(ours, x)}
                     taken = median_seconds(runs, x.device, rounds)
                 cells.append(f"{taken['dense'] / taken['ours']:.2f}")
             tested = [] if data is None else scores([ours], batches(data, "test"))[1]

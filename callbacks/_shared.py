@@ -6,11 +6,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from dg_lightning.gates.protocol import gate_layers
 from dg_lightning.rewiring import SparseLayer
+from dg_lightning.surgery.gating import is_sharded
 
 
 def state_key(callback: object, **arguments: object) -> str:
@@ -52,16 +52,20 @@ def check_equal_masks(trainer: Any, layers: Iterable[SparseLayer]) -> None:
         )
 
 
-def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
-    """Reject sharded weights and other callbacks that prune the same layers."""
-    name = type(callback).__name__
+def check_whole_weights(callback: Any, trainer: Any, module: nn.Module) -> None:
+    """Reject sharded weights."""
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     sharding = any(k.startswith(("FSDP", "DeepSpeed", "ModelParallel")) for k in kinds)
-    if sharding or any(isinstance(p, DTensor) for p in module.parameters()):
+    if sharding or is_sharded(module):
         raise ValueError(
-            f"{name} needs whole weights on every process, but {kinds[0]} shards them: use "
-            "strategy='ddp' or a single device."
+            f"{type(callback).__name__} needs whole weights on every process, but {kinds[0]} "
+            "shards them: use strategy='ddp' or a single device."
         )
+
+
+def check_no_other_masks(callback: Any, trainer: Any, module: nn.Module) -> None:
+    """Reject other callbacks that prune the same layers."""
+    name = type(callback).__name__
     own = callback.find_layers(module)
     for other in trainer.callbacks:
         # Compared by name, because `lightning` and `pytorch_lightning` each have a ModelPruning.

@@ -14,14 +14,13 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
 from dg_lightning.gates import gate_layers
 from dg_lightning.surgery import remove_gates
-from dg_lightning.surgery.gating import gated_units
+from dg_lightning.surgery.gating import gated_units, is_sharded
 from dg_lightning.training import log_step
 
 from ._penalty_term import add_gradient, graph_of
@@ -367,7 +366,7 @@ class _Pass(NamedTuple):
 
 def _without_gates(model: nn.Module, name: str) -> nn.Module:
     """Return a copy of a model without added gates."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if is_sharded(model):
         raise ValueError("Distill cannot copy a sharded model: pass `teacher`.")
     teacher = copy.deepcopy(model)
     if gated_units(teacher):

@@ -16,7 +16,13 @@ from dg_lightning.rewiring import generator_for
 from dg_lightning.surgery.recording import check_example, first_inputs, offered_example
 from dg_lightning.training import log_step
 
-from ._shared import DeferredStateCallback, check_step_counting, mean_over_ranks, state_key
+from ._shared import (
+    DeferredStateCallback,
+    check_step_counting,
+    check_whole_weights,
+    mean_over_ranks,
+    state_key,
+)
 
 
 class Revival(DeferredStateCallback):
@@ -79,6 +85,7 @@ class Revival(DeferredStateCallback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_whole_weights(self, trainer, pl_module)
         example = self.example
         if example is None and offered_example(pl_module) is None:
             example = first_inputs(getattr(trainer, "datamodule", None), pl_module, "fit")

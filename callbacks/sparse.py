@@ -40,6 +40,7 @@ from ._shared import (
     check_equal_masks,
     check_no_other_masks,
     check_step_counting,
+    check_whole_weights,
     state_key,
 )
 
@@ -138,6 +139,7 @@ class SparseCallback(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_whole_weights(self, trainer, pl_module)
         check_no_other_masks(self, trainer, pl_module)
         self._layers = self.find_layers(pl_module)
         for name, layer in self._layers.items():

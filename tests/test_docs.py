@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def run_blocks(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(os.getcwd())  # load_net.py of an export
     for language, block in BLOCK.findall(PAGES[page]):
         if language == "python":
             exec(compile(block, page, "exec"), {"__name__": "__main__"})

@@ -15,10 +15,16 @@ from torch import Tensor
 
 from dg_lightning import GatedMLP
 from dg_lightning.cli.errors import OneLineErrorParser
-from dg_lightning.cli.runs import add_run_options, batches, load_data, load_net, selected_checkpoint
+from dg_lightning.cli.runs import (
+    add_run_options,
+    batches,
+    load_data,
+    load_net,
+    scores,
+    selected_checkpoint,
+)
 from dg_lightning.cli_error import cli_error
 from dg_lightning.files import atomic_write, write_csv
-from dg_lightning.runtime.lowering import scores
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
 
 _SHOWN_GENES = 6  # genes per cell type in the terminal

@@ -4,7 +4,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torchmetrics.functional import r2_score
 
 from dg_lightning import GatedMLP, GatedRegressor
 from dg_lightning.cli.errors import one_line
@@ -324,18 +325,38 @@ def load_net(path: str) -> GatedMLP:
             f"Only a GatedMLP is supported so far, but {path!r} contains a {type(net).__name__}."
         )
     net.eval().requires_grad_(False)
-    if isinstance(model, GatedRegressor):  # rescale outputs to the target's units
-        net.output.weight.mul_(model.target_std)
-        net.output.bias.mul_(model.target_std).add_(model.target_mean)
+    if isinstance(model, GatedRegressor):
+        rescale_outputs(model, path)
     return net
 
 
-def input_shape(path: str) -> list[int]:
-    """Return the shape of a single input to a checkpoint's net."""
-    saved = read_checkpoint(path)["hyper_parameters"].get("input_shape")
-    if saved is None:
-        return [load_net(path).in_features]
-    return [saved] if isinstance(saved, int) else list(saved)
+@torch.no_grad()
+def rescale_outputs(model: GatedRegressor, path: str) -> None:
+    """Rescale the outputs of a regressor's net to the units of its target."""
+    net = model.net
+    if not isinstance(net, GatedMLP):
+        raise cli_error(
+            f"A regressor needs a GatedMLP for this, but {path!r} contains a {type(net).__name__}."
+        )
+    net.output.weight.mul_(model.target_std)
+    net.output.bias.mul_(model.target_std).add_(model.target_mean)
+
+
+@torch.inference_mode()
+def scores(
+    runs: Sequence[Callable[[Tensor], Tensor]], data: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[str, list[float]]:
+    """Return a metric's name and its value for each run: accuracy, or R² for one output."""
+    wanted, given = [], []
+    for x, target in data:
+        wanted.append(target)
+        given.append([run(x) for run in runs])
+    target, outputs = torch.cat(wanted), [torch.cat(of) for of in zip(*given, strict=True)]
+    if outputs[0].shape[-1] == 1:
+        target, mean = target.double(), target.double().mean()  # keeps sums of squares exact
+        values = [output.squeeze(-1).double() - mean for output in outputs]
+        return "R²", [float(r2_score(value, target - mean)) for value in values]
+    return "accuracy", [float((out.argmax(-1) == target).double().mean()) for out in outputs]
 
 
 def load_data(

@@ -9,6 +9,7 @@ from .compaction import CompactModel, compact, load_compact, save_compact
 from .conversion import Converted, convert
 from .exporting import ExportedModel, export_model
 from .finding import Units, UnitSearchResult, find_units
+from .freezing import freeze_gates
 from .gating import add_gates, load_weights, remove_gates, restore_gates
 from .latency import LatencyTable, measure_latency
 from .pruning import prune
@@ -27,6 +28,7 @@ __all__ = [
     "convert",
     "export_model",
     "find_units",
+    "freeze_gates",
     "load_compact",
     "load_weights",
     "measure_latency",

@@ -329,7 +329,8 @@ def compact(
         generator = torch.Generator("cpu").manual_seed(0)
         example = torch.randn(2, model.in_features, generator=generator, device="cpu")
     added, own = gated_units(small), _own_layers(small)
-    if not added and not own:
+    input_gates = _input_gated(small)
+    if not added and not own and not input_gates:
         raise ValueError(f"{type(model).__name__} has no static gates: add some with `add_gates`.")
     for name, (_, gate) in added.items():
         if gate.input_dependent:
@@ -349,7 +350,7 @@ def compact(
     for layer in own:
         if any(layer.gate is gate for _, gate in gated.values()):
             layer.gate = None
-    _fold_input_gates(small)
+    _fold_input_gates(input_gates)
     gated |= added
     is_open = {name: _fold_gate(small, *gated[name]) for name in gated}
     if not watch.is_same(expected, *names):
@@ -436,20 +437,28 @@ def _own_units(
     return gated, notes
 
 
-def _fold_input_gates(model: nn.Module) -> None:
-    """Multiply the first weight of each `GatedMLP` by its static input gate."""
+def _input_gated(model: nn.Module) -> list[GatedMLP]:
+    """Return the nets whose static input gate can be folded into weights."""
+    found = []
     for net in [m for m in model.modules() if isinstance(m, GatedMLP)]:
         gate: Any = net.input_gate
-        if not isinstance(gate, Gate) or gate.input_dependent:
+        if not isinstance(gate, Gate) or gate.input_dependent or len(gate.feeds.consumers) != 1:
             continue
-        if len(gate.feeds.consumers) != 1 or not isinstance(net.input_norm, nn.Identity):
-            continue
-        first = net.layers()[:1]
-        if first and first[0].gate is not None and first[0].gate.input_dependent:
-            continue  # this gate also reads the inputs
+        # A dynamic gate of the first layer reads the inputs, too.
+        reads_inputs = [layer.gate for layer in net.layers()[:1] if layer.gate is not None]
+        is_read = any(other.input_dependent for other in reads_inputs)
+        if isinstance(net.input_norm, nn.Identity) and not is_read:
+            found.append(net)
+    return found
+
+
+def _fold_input_gates(nets: Sequence[GatedMLP]) -> None:
+    """Multiply the first weight of nets by their static input gates."""
+    for net in nets:
+        gate: Any = net.input_gate
         (consumer,) = gate.feeds.consumers
         value = gate.eval()(torch.zeros(1, device=gate.threshold.device))
-        consumer.weight.mul_(value.to(consumer.weight))  # type: ignore[operator]
+        consumer.weight.mul_(value.to(consumer.weight))
         net.input_gate = None
 
 

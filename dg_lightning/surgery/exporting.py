@@ -3,9 +3,10 @@
 import copy
 import inspect
 import io
+import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -13,12 +14,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dg_lightning.files import atomic_write
-from dg_lightning.runtime.export import output_file
+from dg_lightning.layers import GatedMLP
 from dg_lightning.surgery.recording import arguments_of
 
 ProgramFormat: TypeAlias = Literal["pt2", "onnx"]
+_SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx"}
 _Arrange: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _TOLERANCE = 1e-4  # relative to the largest output
 _COMPARED = 3  # batch size of the second comparison
@@ -42,7 +45,11 @@ class ExportedModel:
 
 
 def export_model(
-    model: nn.Module, example: Any, output: str | Path, format: ProgramFormat | None = None
+    model: nn.Module,
+    example: Any,
+    output: str | Path,
+    format: ProgramFormat | None = None,
+    preparation: Mapping[str, Any] | None = None,
 ) -> ExportedModel:
     """Write a model to a file that runs without its class, and compare the file's outputs.
 
@@ -54,6 +61,8 @@ def export_model(
         example: Example inputs, as in `find_units`, whose tensors have one entry per sample.
         output: The file to write.
         format: `pt2` (a `torch.export` program) or `onnx`; the default is the file's suffix.
+        preparation: How data becomes inputs (features, scaling, classes), stored in the file as
+            JSON under `preparation`.
 
     Raises:
         ValueError: If the model cannot be exported.
@@ -71,9 +80,12 @@ def export_model(
             f"`output` must end in .pt2 or .onnx, got {str(output)!r}: or pass `format`."
         )
     path = output_file(Path(output), given)
+    extra = json.dumps(preparation)
     copied: Any = copy.deepcopy(model).cpu().float().eval()
     if getattr(getattr(copied, "config", None), "use_cache", False):
         copied.config.use_cache = False  # a program returns tensors, no cache of keys and values
+    if isinstance(copied, GatedMLP):
+        copied = _without_unused_inputs(copied)
     args, kwargs = _replaced(arguments_of(copied, example), _on_cpu)
     called = _caller(copied, args, kwargs)
     size = _batch_size((args, kwargs))
@@ -88,12 +100,17 @@ def export_model(
             f"{type(model).__name__} cannot be exported ({reason}): save it with `save_compact`."
         ) from error
     with atomic_write(path) as unfinished:
-        if given == "pt2":
-            content = io.BytesIO()  # torch aborts the process if it cannot write a file
-            torch.export.save(program, content)
-            unfinished.write_bytes(content.getvalue())
-        else:
-            _write_onnx(program, unfinished)
+        try:
+            if given == "pt2":
+                content = io.BytesIO()  # torch aborts the process if it cannot write a file
+                torch.export.save(program, content, extra_files={"preparation": extra})
+                unfinished.write_bytes(content.getvalue())
+            else:
+                _write_onnx(program, unfinished, extra)
+        except Exception as error:  # writers raise different errors for a full disk
+            if not isinstance(error, OSError) and "os error" not in str(error).lower():
+                raise
+            raise OSError(f"{path} cannot be written ({error}): use another path.") from error
         run = _runner(given, unfinished, called)
         difference = _difference(run, copied, args, kwargs)
         any_size = True
@@ -110,6 +127,53 @@ def export_model(
     return ExportedModel(path, difference, any_size, _runner(given, path, called))
 
 
+def output_file(output: Path, format: ProgramFormat) -> Path:
+    """Return the file to write, with the suffix of its format."""
+    if not output.name:
+        raise ValueError(f"`output` must be a file, got {str(output)!r}: add a file name.")
+    suffix = _SUFFIXES[format]
+    if output.suffix in _SUFFIXES.values() and output.suffix != suffix:
+        other = output.suffix.removeprefix(".")
+        raise ValueError(
+            f"{output} has the wrong suffix for {format}: use --format {other}, or a file name "
+            f"that ends in {suffix}."
+        )
+    if output.is_dir():
+        raise ValueError(f"`output` must be a file, got the folder {str(output)!r}: add a name.")
+    return output if output.suffix == suffix else output.with_name(output.name + suffix)
+
+
+class _SelectedInputs(nn.Module):
+    """Runs a net on some of its inputs."""
+
+    index: Tensor
+
+    def __init__(self, net: nn.Module, index: Tensor) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("index", index)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x.flatten(1).index_select(1, self.index))
+        return outputs
+
+
+@torch.no_grad()
+def _without_unused_inputs(net: GatedMLP) -> nn.Module:
+    """Leave out the inputs whose weights are all 0, such as those of a closed input gate."""
+    first = next((layer.linear for layer in net.layers()), net.output)
+    reads_inputs = net.input_gate is None and isinstance(net.input_norm, nn.Identity)
+    if not reads_inputs or any(layer.gate is not None for layer in net.layers()[:1]):
+        return net
+    used = (first.weight != 0).any(0).nonzero().flatten()
+    if not 0 < len(used) < first.in_features:
+        return net
+    first.weight = nn.Parameter(first.weight[:, used])
+    first.in_features = net.in_features = len(used)
+    return _SelectedInputs(net, used)
+
+
 def _exported(model: nn.Module, args: Any, kwargs: Any, size: int) -> Any:
     def free(tensor: Tensor) -> Any:
         batched = tensor.ndim > 0 and len(tensor) == size
@@ -121,11 +185,12 @@ def _exported(model: nn.Module, args: Any, kwargs: Any, size: int) -> Any:
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
 
 
-def _write_onnx(program: Any, path: Path) -> None:
+def _write_onnx(program: Any, path: Path, extra: str) -> None:
     # Silence warnings about operators in other packages.
     logging.getLogger("torch.onnx._internal.exporter._schemas").setLevel(logging.ERROR)
     written = torch.onnx.export(program, dynamo=True, verbose=False)
     assert written is not None
+    written.model.metadata_props["preparation"] = extra
     written.save(str(path), include_initializers=True, keep_initializers_as_inputs=False)
 
 

@@ -1,5 +1,6 @@
 """Add gates to the units of any model through hooks."""
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dg_lightning.arguments import renamed
 from dg_lightning.compute.macs import as_matrix, is_linear_map, set_calls_per_sample, unit_axis
 from dg_lightning.gates import Feeds, Gate, GateSettings, gate_layers, make_gate
 from dg_lightning.gates.protocol import filter_by_name
+from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.recording import first_tensor, with_first_tensor
 
@@ -135,6 +139,11 @@ def add_gates(
             f"{type(model).__name__} already has gates (at {next(iter(already))}): pass all "
             "settings in one call, or call `remove_gates` first."
         )
+    if is_sharded(model):
+        raise ValueError(
+            f"The weights of {type(model).__name__} are sharded already: call `add_gates` before "
+            "`fully_shard` or `parallelize_module`, for example in `configure_model`."
+        )
     if pairs:
         found = UnitSearchResult({pair[1]: _given_units(model, *pair) for pair in pairs}, {}, {})
     else:
@@ -151,6 +160,14 @@ def add_gates(
     found = UnitSearchResult(units, found.skipped, found.calls_per_sample)
     install_gates(model, found, settings)
     return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `fully_shard` or tensor parallelism has split a model's weights."""
+    # Between a forward pass and the next, FSDP may hold whole weights.
+    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
 
 
 def install_gates(
@@ -270,6 +287,21 @@ def remove_gates(model: nn.Module) -> None:
         if _NESTED in vars(child):
             child.use_nested_tensor = vars(child).pop(_NESTED)
     _forget_compiled()
+
+
+def without_gates(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without any gates, those of our own layers included."""
+    dense = copy.deepcopy(model)
+    if gated_units(dense):
+        remove_gates(dense)
+    for module in dense.modules():
+        if isinstance(module, GatedLinear | GatedFeedForward):
+            module.gate = None
+        elif isinstance(module, GatedMLP):
+            module.input_gate = None
+        if isinstance(module, GatedFeedForward | GatedMLP):
+            module.skip = None
+    return dense.eval()
 
 
 def restore_gates(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

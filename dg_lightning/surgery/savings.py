@@ -1,6 +1,5 @@
 """Measure what a compact model saves: parameters, MACs, bytes and milliseconds."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dg_lightning.runtime.timing import median_seconds
 from dg_lightning.surgery.compaction import CompactModel
-from dg_lightning.surgery.gating import gated_units, remove_gates
+from dg_lightning.surgery.gating import without_gates
 from dg_lightning.surgery.recording import arguments_of
 
 if TYPE_CHECKING:
@@ -64,10 +63,7 @@ def measure_savings(
         example: Example inputs, whose tensors have one entry per sample.
         batch_sizes: Batch sizes to time; none to measure no times.
     """
-    dense = copy.deepcopy(model)
-    if gated_units(dense):
-        remove_gates(dense)
-    pair = (dense.eval(), compact.model.eval())
+    pair = (without_gates(model), compact.model.eval())
     args, kwargs = arguments_of(model, example)
     device = next(compact.model.parameters()).device
     milliseconds = {}

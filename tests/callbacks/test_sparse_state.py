@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dg_lightning import GatedClassifier
 from dg_lightning.callbacks import SET, GatePenalty, MagnitudePruning, RigL, StaticSparse
 from dg_lightning.callbacks._shared import (
-    check_no_other_masks,
+    check_whole_weights,
 )
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
         fit(Plain(), [RigL(0.5, structure="block:5")], tmp_path)
     sharded: Any = SimpleNamespace(strategy=FSDPStrategy())
     with pytest.raises(ValueError, match=r"RigL needs whole weights.*FSDPStrategy.*strategy='ddp'"):
-        check_no_other_masks(RigL(), sharded, Plain())
+        check_whole_weights(RigL(), sharded, Plain())
 
 
 def test_a_layer_that_pruning_has_emptied_is_warned_of(tmp_path: Path) -> None:
