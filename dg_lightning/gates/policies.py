@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Policy: TypeAlias = Literal["threshold", "top_k", "bernoulli", "soft", "concrete", "hard_concrete"]
 HARD_POLICIES = ("threshold", "top_k", "bernoulli")  # g is 0 or 1 in training too
@@ -86,7 +87,14 @@ def hard_gate(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Te
     if floor > (k or 0):
         is_open = is_open | top_k_mask(p, floor)
     hard = is_open.to(p.dtype)
-    return straight_through(hard, p) if p.requires_grad else hard
+    return straight_through(hard, p) if p.requires_grad or _has_tangent(p) else hard
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Return whether forward-mode differentiation, such as `jacfwd`, runs through a tensor."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def sample_gate(z: Tensor, p: Tensor, policy: Policy) -> Tensor:

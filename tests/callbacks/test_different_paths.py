@@ -93,8 +93,7 @@ def test_every_callback_takes_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_gates", [True, False])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize(("kind", "all_gates"), [("static", True), ("dynamic", False)])
 def test_ranks_that_run_different_gates_stay_equal(
     kind: str, all_gates: bool, in_two_processes: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:

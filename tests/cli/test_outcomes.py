@@ -147,9 +147,7 @@ class Terminating(Callback):
 @pytest.mark.parametrize(
     ("command", "hook", "step"),
     [
-        ("fit", "on_train_batch_end", 30),
         ("fit", "on_train_batch_end", 21),  # the last batch of an epoch
-        ("fit", "on_validation_batch_end", 21),
         ("fit", "on_train_epoch_end", 63),  # the last epoch
         ("test", "on_test_batch_start", 0),
     ],

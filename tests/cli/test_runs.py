@@ -56,16 +56,15 @@ def test_every_command_uses_the_newest_run_of_its_config(
     main(["fit", "--config=digits/baseline", "--model.net.hidden=[9]", *options])
     for config, width in (("digits/dynamicgate", 7), ("digits/baseline", 9)):
         used = []
-        for command in ("validate", "test", "predict"):
+        for command in ("validate", "test", "predict") if logger == "csv" else ("validate",):
             caplog.clear()
             main([command, f"--config={config}", *options])
             (line,) = [m for m in caplog.messages if m.startswith("Using the newest checkpoint, ")]
             used.append(line)
         capsys.readouterr()
-        names = [f"--config={config}", *(o for o in LOGGERS[logger] if o.startswith("--config"))]
-        if not LOGGERS[logger] or LOGGERS[logger][0].startswith("--config"):
-            main(["export", *names, f"--output={width}", "--batch_sizes=[1]"])
-            main(["report", *names, f"--output={width}.html"])
+        if logger == "csv":
+            main(["export", f"--config={config}", f"--output={width}", "--batch_sizes=[1]"])
+            main(["report", f"--config={config}", f"--output={width}.html"])
             out = capsys.readouterr().out
             used += [x for x in out.splitlines() if x.startswith("Using the newest checkpoint, ")]
             assert Path(f"{width}.html").exists()

@@ -189,6 +189,9 @@ def test_pickles_and_can_be_set_up_twice(make: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", ["DigitsDataModule", "MNISTDataModule", "TextDataModule"], indirect=True
+)
 def test_a_spawned_worker_cuts_the_same_batches(make: Make) -> None:
     plain = ready(make).train_dataloader()
     working = ready(make, num_workers=1).train_dataloader()

@@ -3,7 +3,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.func import jacfwd, jacrev
 
+from dg_lightning import GatedMLP
 from dg_lightning.gates import DynamicGate, StaticGate, straight_through, top_k_mask
 from dg_lightning.gates.policies import hard_gate, logit_for, open_probability, sample_gate
 
@@ -126,3 +129,21 @@ def test_a_floor_is_compiled_in_one_piece() -> None:
     expected = gate(h)
     assert (expected.sum(-1) >= 3).all()
     torch.testing.assert_close(compiled(h), expected)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "top_k"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_forward_and_reverse_mode_have_the_same_jacobian(policy: str, trains: bool) -> None:
+    gate: Any = {"kind": "dynamic", "policy": policy} | ({"k": 3} if policy == "top_k" else {})
+    net = GatedMLP(6, [8, 8], 3, gate=gate).double().requires_grad_(trains)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(6, dtype=torch.double)
+
+    def outputs(x: Tensor) -> Tensor:
+        out: Tensor = net(x.unsqueeze(0))[0]
+        return out
+
+    forward, reverse = (jacobian(outputs)(x) for jacobian in (jacfwd, jacrev))
+    assert reverse.abs().max() > 0
+    torch.testing.assert_close(forward, reverse)

@@ -161,7 +161,6 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
         assert torch.equal(one, fc1_gate)
 
 
-@pytest.mark.slow
 @on_every_device
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
@@ -173,7 +172,8 @@ def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(
         for parameter in gate.parameters():  # type: ignore[attr-defined]
             nn.init.normal_(parameter)
     net.to(device)
-    compiled = torch.compile(net, fullgraph=True)
+    # Whether the graph is traced again does not depend on the code that is made from it.
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     x = torch.randn(32, 16, device=device)
     compiled(x).sum().backward()
     detach_graph(gate_layers(net).values())

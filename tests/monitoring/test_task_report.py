@@ -43,6 +43,7 @@ def test_the_study_of_digits_tells_what_was_forgotten() -> None:
     from dg_lightning.cli import main
 
     options = ["--seeds=1", "--output=out", "--options=[trainer.max_epochs=5]", "--workers=1"]
+    options.append("--only=[naive,joint,ewc,task_gates]")
     main(["study", "--config=studies/split_digits", *options])
     summary = Path("out/summary.md").read_text()
     rows = re.findall(r"\| `(\w+)` \| ([\d.]+)% \| (-?[\d.]+)% \|", summary)
@@ -59,6 +60,7 @@ def test_the_study_of_drift_tells_what_was_won_back() -> None:
     from dg_lightning.cli import main
 
     options = ["--seeds=1", "--output=out", "--options=[trainer.max_epochs=10]", "--workers=1"]
+    options.append("--only=[contrast_nothing,contrast_all,contrast_gates]")
     main(["study", "--config=studies/drift_digits", *options])
     summary = Path("out/summary.md").read_text()
     adapted = summary[summary.index("Adaptation to drift") :]

@@ -115,9 +115,10 @@ def test_a_lock_that_is_never_released_is_told(tmp_path: Path) -> None:
     opening = """
         import sys
         from pathlib import Path
-        from dg_lightning.study.shared import SharedStudy, sqlite_url
+        from dg_lightning.study import shared
+        shared._SQLITE_WAIT = 3
         folder = Path(sys.argv[1])
-        SharedStudy(sqlite_url(folder), "x", folder / "workers")
+        shared.SharedStudy(shared.sqlite_url(folder), "x", folder / "workers")
     """
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)],
