@@ -33,36 +33,52 @@ from dg_lightning.surgery import (
     freeze_gates,
     measure_savings,
 )
-from dg_lightning.surgery.exporting import ProgramFormat
+from dg_lightning.surgery.exporting import (
+    ProgramFormat,
+    SelectedInputs,
+    output_file,
+    without_unused_inputs,
+)
+from dg_lightning.surgery.freezing import freezable_layers
 from dg_lightning.training.checkpoint import preparation_in, read_checkpoint
+from dg_lightning.training.module import GatedModule
 
-_NEEDS = {"pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
+_NEEDS: dict[str, list[str]] = {"pt2": [], "onnx": ["onnx", "onnxruntime", "onnxscript"]}
 
 
 def export_command(args: list[str]) -> None:
     """Run `dg-lightning export`."""
-    for torch_internal in (".*LeafSpec.*is deprecated.*", "The given buffer is not writable.*"):
+    for torch_internal in (
+        ".*LeafSpec.*is deprecated.*",
+        "The given buffer is not writable.*",
+        "The tensor attributes? .*assigned during export.*",  # what gates record
+    ):
         warnings.filterwarnings("ignore", torch_internal)
     given = _export_parser().parse_args(args)
     given.ckpt_path = selected_checkpoint(given)
-    chosen = given.format or Path(given.output).suffix.removeprefix(".")
-    given.format = chosen if chosen in _NEEDS else "pt2"
+    output, given.format = _output_of(given)
     _require_packages(given.format)
     if not 0 < given.min_usage <= 1:
         raise cli_error(f"`min_usage` must be in (0, 1], got {given.min_usage}.")
     sizes = check_batch_sizes(given.batch_sizes)
-    net = _load_net(given.ckpt_path)
-    needed_by = "freeze_gates" if given.freeze_gates else None
-    if not isinstance(net, GatedMLP):
-        needed_by = "export"
+    model = load_model(given.ckpt_path)
+    if isinstance(model, GatedRegressor):
+        rescale_outputs(model, given.ckpt_path)
+    net = model.net.eval().requires_grad_(False)
+    shape = _input_shape(model)
+    needed_by = "export" if shape is None else "freeze_gates" if given.freeze_gates else None
     data = load_data(given.ckpt_path, given.data_root, needed_by=needed_by)
     part = "test" if data is not None and has_part(data, "test") else "validate"
     try:
         wanted = _freeze(net, data, given.min_usage) if given.freeze_gates else net
-        example = _example(wanted, given.ckpt_path, data, part)
-        small = _without_closed_units(wanted, example)
+        if data is not None:
+            example = next(batches(data, part))[0]
+        else:
+            assert shape is not None
+            example = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+        small = _smaller(wanted, example)
         prepared = _preparation(given.ckpt_path)
-        exported = export_model(small.model, example, given.output, given.format, prepared)
+        exported = export_model(small.model, example, output, given.format, prepared)
     except (RuntimeError, ValueError) as error:
         raise cli_error(one_line(str(error))) from error
     for name, (whole, left) in small.units.items():
@@ -72,20 +88,24 @@ def export_command(args: list[str]) -> None:
     savings = measure_savings(wanted, small, example, sizes)
     rich.print(savings.table())
     slower = [size for size, (dense, ours) in savings.milliseconds.items() if ours > dense]
-    if slower and not given.freeze_gates and _dynamic_gates(net):
+    if slower and _can_freeze(wanted):
         print(
             f"Slower than the dense net at batch size {', '.join(map(str, slower))}: gates that "
             "depend on the input cost more here than they save. --freeze_gates=true makes them "
             "static, which changes the outputs."
         )
-    shape, size = list(example.shape[1:]), "any size" if exported.any_batch_size else len(example)
+    size = "any size" if exported.any_batch_size else len(example)
     print(
-        f"{exported.file}: {exported.file.stat().st_size:,} bytes, for inputs {shape} in batches "
-        f"of {size}; largest difference {exported.difference:.1e}, relative to the largest output."
+        f"{exported.file}: {exported.file.stat().st_size:,} bytes, for inputs "
+        f"{list(example.shape[1:])} in batches of {size}; largest difference "
+        f"{exported.difference:.1e}, relative to the largest output."
     )
     if data is not None:
+        found = batches(data, part)
+        if not exported.any_batch_size:
+            found = ((x, y) for x, y in found if len(x) == len(example))
         runs: list[Any] = [net, lambda x: exported.run(x)[0]]
-        measure, (before, after) = scores(runs, batches(data, part))
+        measure, (before, after) = scores(runs, found)
         name = measure[0].upper() + measure[1:]
         print(f"{name} on the {part} split: {before:.2%} before, {after:.2%} after.")
 
@@ -128,20 +148,38 @@ def _export_parser() -> OneLineErrorParser:
     return parser
 
 
-def _load_net(path: str) -> nn.Module:
-    """Load a net whose outputs are in the units of the target."""
-    model = load_model(path)
-    if isinstance(model, GatedRegressor):
-        rescale_outputs(model, path)
-    return model.net.eval().requires_grad_(False)
+def _output_of(given: Any) -> tuple[Path, ProgramFormat]:
+    """Return the file to write and its format, by default that of its suffix."""
+    path = Path(given.output)
+    suffix = path.suffix.lower().removeprefix(".")
+    if suffix == "safetensors":
+        raise cli_error(f"`output` must end in .pt2 or .onnx, got {given.output!r}.")
+    chosen: ProgramFormat = given.format or ("onnx" if suffix == "onnx" else "pt2")
+    try:
+        return output_file(path, chosen), chosen
+    except ValueError as error:
+        raise cli_error(str(error)) from error
 
 
-def _dynamic_gates(net: nn.Module) -> bool:
-    return any(gate.input_dependent for gate in gate_layers(net, required=False).values())
+def _input_shape(model: GatedModule) -> list[int] | None:
+    """Return the shape of a sample, or None if only the data knows what samples are."""
+    saved = model.hparams.get("input_shape")
+    if saved is None and isinstance(model.net, GatedMLP):
+        saved = model.net.in_features
+    if saved is None or not model.input_dtype.is_floating_point:
+        return None
+    return [saved] if isinstance(saved, int) else list(saved)
+
+
+def _can_freeze(net: nn.Module) -> bool:
+    try:
+        return bool(freezable_layers(net))
+    except ValueError:
+        return False
 
 
 def _freeze(net: nn.Module, data: Any, min_usage: float) -> nn.Module:
-    if not _dynamic_gates(net):
+    if not freezable_layers(net):
         print("--freeze_gates has no effect: no gate in this net depends on the input.")
         return net
     if not has_part(data, "validate"):
@@ -149,21 +187,17 @@ def _freeze(net: nn.Module, data: Any, min_usage: float) -> nn.Module:
     return freeze_gates(net, (x for x, _ in batches(data, "validate")), min_usage)
 
 
-def _example(net: nn.Module, path: str, data: Any, part: str) -> Tensor:
-    """Return inputs to compare on: a batch of the data, or random inputs without data."""
-    if data is not None:
-        return next(batches(data, part))[0]
-    saved = read_checkpoint(path)["hyper_parameters"].get("input_shape")
-    shape: Any = net.in_features if saved is None else saved
-    sizes = [shape] if isinstance(shape, int) else shape
-    return torch.randn(2, *sizes, generator=torch.Generator().manual_seed(0))
-
-
-def _without_closed_units(net: nn.Module, example: Tensor) -> CompactModel:
+def _smaller(net: nn.Module, example: Tensor) -> CompactModel:
+    """Return the net without closed units and unused inputs."""
     gates = gate_layers(net, required=False).values()
-    if any(not gate.input_dependent for gate in gates):
-        return compact(net, example)
-    return CompactModel(copy.deepcopy(net))
+    has_static = any(not gate.input_dependent for gate in gates)
+    small = compact(net, example) if has_static else CompactModel(copy.deepcopy(net))
+    if isinstance(small.model, GatedMLP):
+        inputs = small.model.in_features
+        small.model = without_unused_inputs(small.model)
+        if isinstance(small.model, SelectedInputs):
+            small.notes.append(f"inputs: {len(small.model.index):,} of {inputs:,} are left.")
+    return small
 
 
 def _preparation(path: str) -> dict[str, Any] | None:

@@ -87,7 +87,9 @@ def hard_gate(p: Tensor, threshold: Tensor, k: int | None, floor: int = 0) -> Te
     if floor > (k or 0):
         is_open = is_open | top_k_mask(p, floor)
     hard = is_open.to(p.dtype)
-    return straight_through(hard, p) if p.requires_grad or _has_tangent(p) else hard
+    # A derivative may be taken at an outer level that `requires_grad` does not show.
+    differs = torch.is_grad_enabled() or _has_tangent(p)
+    return straight_through(hard, p) if differs else hard
 
 
 def _has_tangent(tensor: Tensor) -> bool:

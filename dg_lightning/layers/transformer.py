@@ -27,18 +27,23 @@ class KeyValueCache:
         # Position of the new token in a CUDA graph, which cannot depend on `tokens`.
         self.position: Tensor | None = None
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._positions: Tensor  # new tokens
+        self._positions: Tensor | None = None  # of new tokens, while a GPT reads them
         self._mask: Tensor | None = None  # of keys that each new token attends to; 0 or -inf
 
     def start(self, tokens: int, device: torch.device) -> Tensor:
         """Begin to read new tokens, and return their positions."""
-        self._mask = None
-        self._positions = (
-            torch.arange(self.tokens, self.tokens + tokens, device=device)
-            if self.position is None
-            else self.position
-        )
+        self._mask, self._positions = None, self._new_positions(tokens, device)
         return self._positions
+
+    def finish(self, tokens: int) -> None:
+        """Count the tokens that all layers have read."""
+        self._positions = None
+        self.tokens += tokens
+
+    def _new_positions(self, tokens: int, device: torch.device) -> Tensor:
+        if self.position is not None:
+            return self.position
+        return torch.arange(self.tokens, self.tokens + tokens, device=device)
 
     def extend(
         self, layer: nn.Module, key: Tensor, value: Tensor
@@ -53,7 +58,9 @@ class KeyValueCache:
         if layer not in self._kept:
             shape = batch, heads, self.size, size
             self._kept[layer] = key.new_zeros(shape), value.new_zeros(shape)
-        positions = self._positions
+        is_shared = self._positions is not None  # not if a block is called by itself
+        positions = self._positions if is_shared else self._new_positions(tokens, key.device)
+        assert positions is not None
         keys, values = self._kept[layer]
         if len(keys) != batch:
             raise ValueError(
@@ -71,7 +78,7 @@ class KeyValueCache:
             keys, values = (kept[:, :, : self.tokens + tokens] for kept in (keys, values))
             if tokens == 1:
                 return keys, values, None
-        if self._mask is None:  # the same in all layers
+        if self._mask is None or not is_shared:  # the same in all layers
             places = torch.arange(keys.shape[2], device=key.device)
             mask = key.new_zeros(len(positions), len(places))
             self._mask = mask.masked_fill_(places > positions.unsqueeze(1), -torch.inf)
@@ -291,7 +298,7 @@ class GPT(nn.Module):
         h = self.dropout(self.tokens(x) + self.positions(places))
         for block in self.blocks:
             h = block(h, cache)
-        cached.tokens += x.shape[1]
+        cached.finish(x.shape[1])
         logits: Tensor = self.output(self.norm(h))
         return logits
 

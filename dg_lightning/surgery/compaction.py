@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dg_lightning.compute.macs import as_matrix, weight_axes
 from dg_lightning.files import atomic_write, write_text
-from dg_lightning.gates import Gate, gate_layers, set_connections
+from dg_lightning.gates import DynamicGate, Gate, gate_layers, set_connections
 from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.surgery.finding import Units, UnitSearchResult, find_units
 from dg_lightning.surgery.gating import gated_units, remove_gates
@@ -330,14 +330,15 @@ def compact(
         example = torch.randn(2, model.in_features, generator=generator, device="cpu")
     added, own = gated_units(small), _own_layers(small)
     input_gates = _input_gated(small)
-    if not added and not own and not input_gates:
-        raise ValueError(f"{type(model).__name__} has no static gates: add some with `add_gates`.")
     for name, (_, gate) in added.items():
         if gate.input_dependent:
             raise ValueError(
                 f"The gate of {name} must be static, because input-dependent gates may need any "
                 "of their units."
             )
+    gates = gate_layers(small, required=False).values()
+    if not any(isinstance(gate, Gate) and not gate.input_dependent for gate in gates):
+        raise ValueError(f"{type(model).__name__} has no static gates: add some with `add_gates`.")
     for child in small.modules():
         set_connections(child, None)  # shapes will change, and missing connections have weight 0
     examples = [example, *more_examples]
@@ -444,21 +445,24 @@ def _input_gated(model: nn.Module) -> list[GatedMLP]:
         gate: Any = net.input_gate
         if not isinstance(gate, Gate) or gate.input_dependent or len(gate.feeds.consumers) != 1:
             continue
-        # A dynamic gate of the first layer reads the inputs, too.
-        reads_inputs = [layer.gate for layer in net.layers()[:1] if layer.gate is not None]
-        is_read = any(other.input_dependent for other in reads_inputs)
-        if isinstance(net.input_norm, nn.Identity) and not is_read:
+        first: Any = next((layer.gate for layer in net.layers()), None)
+        knows = first is None or isinstance(first, DynamicGate) or not first.input_dependent
+        if isinstance(net.input_norm, nn.Identity) and knows:
             found.append(net)
     return found
 
 
 def _fold_input_gates(nets: Sequence[GatedMLP]) -> None:
-    """Multiply the first weight of nets by their static input gates."""
+    """Multiply the weights that read the inputs of nets by their static input gates."""
     for net in nets:
         gate: Any = net.input_gate
-        (consumer,) = gate.feeds.consumers
+        readers: list[Any] = list(gate.feeds.consumers)
+        first = next((layer.gate for layer in net.layers()), None)
+        if isinstance(first, DynamicGate):
+            readers.append(first.network[0])
         value = gate.eval()(torch.zeros(1, device=gate.threshold.device))
-        consumer.weight.mul_(value.to(consumer.weight))
+        for reader in readers:
+            reader.weight.mul_(value.to(reader.weight))
         net.input_gate = None
 
 

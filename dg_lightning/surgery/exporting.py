@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from dg_lightning.files import atomic_write
+from dg_lightning.gates import DynamicGate
 from dg_lightning.layers import GatedMLP
 from dg_lightning.surgery.recording import arguments_of
 
@@ -24,7 +25,6 @@ ProgramFormat: TypeAlias = Literal["pt2", "onnx"]
 _SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx"}
 _Arrange: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _TOLERANCE = 1e-4  # relative to the largest output
-_COMPARED = 3  # batch size of the second comparison
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def export_model(
     if getattr(getattr(copied, "config", None), "use_cache", False):
         copied.config.use_cache = False  # a program returns tensors, no cache of keys and values
     if isinstance(copied, GatedMLP):
-        copied = _without_unused_inputs(copied)
+        copied = without_unused_inputs(copied)
     args, kwargs = _replaced(arguments_of(copied, example), _on_cpu)
     called = _caller(copied, args, kwargs)
     size = _batch_size((args, kwargs))
@@ -115,7 +115,7 @@ def export_model(
         difference = _difference(run, copied, args, kwargs)
         any_size = True
         try:
-            more = _resized((args, kwargs), size, _COMPARED)
+            more = _resized((args, kwargs), size, size + 1)
             difference = max(difference, _difference(run, copied, *more))
         except Exception:  # a fixed size: torch and onnxruntime raise different errors
             any_size = False
@@ -143,8 +143,13 @@ def output_file(output: Path, format: ProgramFormat) -> Path:
     return output if output.suffix == suffix else output.with_name(output.name + suffix)
 
 
-class _SelectedInputs(nn.Module):
-    """Runs a net on some of its inputs."""
+class SelectedInputs(nn.Module):
+    """Runs a net on some of its inputs.
+
+    Args:
+        net: The net.
+        index: Indices of the inputs that it reads.
+    """
 
     index: Tensor
 
@@ -160,18 +165,28 @@ class _SelectedInputs(nn.Module):
 
 
 @torch.no_grad()
-def _without_unused_inputs(net: GatedMLP) -> nn.Module:
-    """Leave out the inputs whose weights are all 0, such as those of a closed input gate."""
-    first = next((layer.linear for layer in net.layers()), net.output)
-    reads_inputs = net.input_gate is None and isinstance(net.input_norm, nn.Identity)
-    if not reads_inputs or any(layer.gate is not None for layer in net.layers()[:1]):
+def without_unused_inputs(net: GatedMLP) -> nn.Module:
+    """Leave out the inputs whose weights are all 0, such as those of a closed input gate.
+
+    The net is changed in place.
+    """
+    if net.input_gate is not None or not isinstance(net.input_norm, nn.Identity):
         return net
-    used = (first.weight != 0).any(0).nonzero().flatten()
-    if not 0 < len(used) < first.in_features:
+    layer = next(iter(net.layers()), None)
+    readers: list[Any] = [net.output if layer is None else layer.linear]
+    if layer is not None and layer.gate is not None:
+        if not isinstance(layer.gate, DynamicGate):
+            return net
+        readers.append(layer.gate.network[0])
+    used = torch.stack([(reader.weight != 0).any(0) for reader in readers]).any(0)
+    index = used.nonzero().flatten()
+    if not 0 < len(index) < net.in_features:
         return net
-    first.weight = nn.Parameter(first.weight[:, used])
-    first.in_features = net.in_features = len(used)
-    return _SelectedInputs(net, used)
+    for reader in readers:
+        reader.weight = nn.Parameter(reader.weight[:, index], reader.weight.requires_grad)
+        reader.in_features = len(index)
+    net.in_features = len(index)
+    return SelectedInputs(net, index)
 
 
 def _exported(model: nn.Module, args: Any, kwargs: Any, size: int) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from dg_lightning.gates import DynamicGate, StaticGate, gate_layers
 from dg_lightning.gates.policies import top_k_mask
-from dg_lightning.layers import GatedFeedForward, GatedLinear
+from dg_lightning.layers import GatedFeedForward, GatedLinear, GatedMLP
 from dg_lightning.surgery.recording import arguments_of
 
 
@@ -22,12 +23,12 @@ def freeze_gates(model: nn.Module, batches: Iterable[Any], min_usage: float = 0.
 
     Args:
         model: The model. It is not changed.
-        batches: Inputs, to measure how often each block is open.
+        batches: Inputs without labels, to measure how often each block is open.
         min_usage: Blocks that are open for at least this share of the samples stay open, and the
             others are closed. If a gate's floor or k needs more, the most used ones stay open, too.
 
     Raises:
-        ValueError: If a gate cannot be frozen, or `batches` is empty.
+        ValueError: If a gate cannot be frozen, or did not run on `batches`.
 
     >>> from dg_lightning import GatedMLP
     >>> mlp = GatedMLP(8, [16], 2, gate={"kind": "dynamic"})
@@ -36,30 +37,34 @@ def freeze_gates(model: nn.Module, batches: Iterable[Any], min_usage: float = 0.
     """
     if not 0 < min_usage <= 1:
         raise ValueError(f"`min_usage` must be in (0, 1], got {min_usage}.")
+    if isinstance(batches, Tensor):
+        raise ValueError("`batches` must be a list of inputs, got a tensor: pass `[x]`.")
     frozen = copy.deepcopy(model).eval()
-    layers = [m for m in frozen.modules() if isinstance(m, GatedLinear | GatedFeedForward)]
-    owners = {layer.gate: layer for layer in layers}
-    gates = {n: g for n, g in gate_layers(frozen, required=False).items() if g.input_dependent}
-    for name, gate in gates.items():
-        if not isinstance(gate, DynamicGate) or gate not in owners:
-            raise ValueError(f"{name} cannot be frozen: only the hidden units of our own layers.")
-        if gate.scale is not None:
-            raise ValueError(f"{name} scales units by p, which a frozen gate cannot do: keep it.")
-    opened = dict.fromkeys(gates, torch.zeros(()))
-    rows = dict.fromkeys(gates, 0)
+    for module in frozen.modules():
+        if isinstance(module, GatedFeedForward | GatedMLP):
+            module.skip = None
+    layers = freezable_layers(frozen)
+    opened = dict.fromkeys(layers, torch.zeros(()))
+    rows = dict.fromkeys(layers, 0)
+
+    def count(name: str, gate: DynamicGate, *_: Any) -> None:
+        assert gate.gate is not None
+        is_open = gate.gate.reshape(-1, gate.blocks) != 0
+        opened[name] = opened[name] + is_open.sum(0).cpu()
+        rows[name] += len(is_open)
+
+    hooks = [
+        layer.gate.register_forward_hook(partial(count, name)) for name, layer in layers.items()
+    ]
     for batch in batches:
         args, kwargs = arguments_of(frozen, batch)
         frozen(*args, **kwargs)
-        for name, gate in gates.items():
-            assert isinstance(gate.gate, Tensor)
-            is_open = gate.gate.flatten(0, -2) != 0
-            opened[name] = opened[name] + is_open.sum(0).cpu()
-            rows[name] += len(is_open)
-    if not all(rows.values()):
-        raise ValueError("`batches` is empty: pass inputs to measure usage on.")
-    for name, dynamic in gates.items():
-        gate = dynamic  # checked to be a DynamicGate above
-        assert isinstance(gate, DynamicGate)
+    for hook in hooks:
+        hook.remove()
+    if unseen := [name for name, number in rows.items() if not number]:
+        raise ValueError(f"{unseen[0]} did not run on `batches`: pass inputs that use every gate.")
+    for name, layer in layers.items():
+        gate: DynamicGate = layer.gate
         usage = opened[name] / rows[name]
         min_open = max(gate._floor, gate.k or 0, 1)
         is_kept = (usage >= min_usage) | top_k_mask(usage, min_open)
@@ -67,5 +72,27 @@ def freeze_gates(model: nn.Module, batches: Iterable[Any], min_usage: float = 0.
         static = StaticGate(gate.units, block_size=gate.block_size, device=device)
         static.feeds = gate.feeds
         static.logit.copy_(torch.where(is_kept, 1.0, -1.0))
-        owners[gate].gate = static.requires_grad_(False).eval()
+        layer.gate = static.requires_grad_(False).eval()
     return frozen
+
+
+def freezable_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers whose gates depend on the input, by the name of the gate.
+
+    Raises:
+        ValueError: If such a gate cannot be frozen.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GatedLinear | GatedFeedForward)]
+    owners = {layer.gate: layer for layer in layers}
+    found = {}
+    for name, gate in gate_layers(model, required=False).items():
+        if not gate.input_dependent:
+            continue
+        if not isinstance(gate, DynamicGate) or gate not in owners:
+            raise ValueError(
+                f"{name} cannot be frozen, only gates on hidden units of our own layers: leave it."
+            )
+        if gate.scale is not None:
+            raise ValueError(f"{name} scales units by p, which a frozen gate cannot do: leave it.")
+        found[name] = owners[gate]
+    return found

@@ -97,6 +97,20 @@ def test_gates_are_frozen_on_demand(
     assert "--freeze_gates" not in said
 
 
+@pytest.mark.slow
+def test_a_program_for_one_batch_size_is_compared_at_that_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [f"--trainer.default_root_dir={tmp_path}", f"--trainer.logger.save_dir={tmp_path}"]
+    main(["fit", "--config=digits/switch_moe", *FIT, *places])
+    path = next(tmp_path.rglob("last.ckpt"))
+    main(["export", str(path), f"--output={tmp_path / 'moe.pt2'}", "--batch_sizes=[1]"])
+    said = capsys.readouterr().out
+    before, after = re.findall(r"([\d.]+)% (?:before|after)", said)
+    assert before == after
+    assert "--freeze_gates" not in said  # it could not freeze a router
+
+
 class OnlyTested(pl.LightningDataModule):
     """Somebody's data, without a validation part."""
 
@@ -129,6 +143,8 @@ def test_without_a_validation_part_gates_stay(
         (["export", "--ckpt_path=nowhere.ckpt", "--output=a"], "nowhere.ckpt"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--min_usage=2"], "`min_usage`"),
         (["export", "--ckpt_path=a.ckpt", "--output=a", "--format=h5"], "format"),
+        (["export", "--ckpt_path=a.ckpt", "--output=a.safetensors"], "safetensors"),
+        (["export", "--ckpt_path=a.ckpt", "--output=."], "`output`"),
     ],
 )
 @pytest.mark.usefixtures("in_empty_folder")

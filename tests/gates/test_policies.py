@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import jacfwd, jacrev
+from torch.func import grad, jacfwd, jacrev
 
 from dg_lightning import GatedMLP
 from dg_lightning.gates import DynamicGate, StaticGate, straight_through, top_k_mask
@@ -147,3 +147,20 @@ def test_forward_and_reverse_mode_have_the_same_jacobian(policy: str, trains: bo
     forward, reverse = (jacobian(outputs)(x) for jacobian in (jacfwd, jacrev))
     assert reverse.abs().max() > 0
     torch.testing.assert_close(forward, reverse)
+
+
+def test_a_derivative_at_an_outer_level_goes_through_hard_gates() -> None:
+    net = GatedMLP(6, [8], 3, gate={"kind": "dynamic"}).double().requires_grad_(False)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(6, dtype=torch.double)
+
+    def loss(x: Tensor) -> Tensor:
+        out: Tensor = net(x.unsqueeze(0)).pow(2).sum()
+        return out
+
+    def nested(x: Tensor) -> Tensor:
+        out: Tensor = grad(lambda y: loss(x) * y)(torch.tensor(2.0, dtype=torch.double))
+        return out
+
+    torch.testing.assert_close(grad(nested)(x), grad(loss)(x))

@@ -129,3 +129,11 @@ def test_bad_input_gets_one_line() -> None:
         net.generate(torch.zeros(1, 2, dtype=torch.long), 3, temperature=-1.0)
     with pytest.raises(ValueError, match=r"`input_shape` .*context"):
         GPT([3, 4], 40)
+
+
+def test_a_block_takes_a_cache_by_itself() -> None:
+    torch.manual_seed(0)
+    block = GPT([12], 9, width=16, depth=1, heads=2).blocks[0].eval()
+    h = torch.randn(2, 5, 16)
+    cache = KeyValueCache(12)
+    torch.testing.assert_close(block(h, cache), block(h))

@@ -11,6 +11,7 @@ import torchvision
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
+from dg_lightning import GatedMLP, compact
 from dg_lightning.surgery import CompactModel, export_model, exporting, prune
 
 SIZES: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -153,3 +154,40 @@ def test_a_model_in_half_precision_takes_its_own_example(tmp_path: Path) -> None
     net = nn.Sequential(nn.Linear(6, 3)).bfloat16()
     x = torch.randn(2, 6).bfloat16()
     assert export_model(net, x, tmp_path / "model.pt2").run(x.float())[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_fixed_batch_size_is_said_whatever_it_is(size: int, tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(max(size, 2), 4) * 2
+
+    exported = export_model(Fixed(), torch.randn(size, 4), tmp_path / "model.pt2")
+    assert not exported.any_batch_size
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_program_reads_open_inputs_only(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    gate: Any = {"kind": kind}
+    net = GatedMLP(8, [16], 3, gate=gate, input_gate={"kind": "static"}).eval()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    assert net.input_gate is not None
+    net.input_gate.logit.data[3:] = -1.0  # type: ignore[operator]
+    net.input_gate.logit.data[:3] = 1.0  # type: ignore[operator]
+    x = torch.randn(20, 8)
+    small = compact(net, x).model
+    exported = export_model(small, x, tmp_path / "model.pt2")
+    assert exported.any_batch_size
+    torch.testing.assert_close(exported.run(x[:7])[0], net(x[:7]).detach())
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    shapes = [tuple(w.shape) for w in program.state_dict().values() if w.ndim == 2]
+    assert not any(inputs == 8 for _, inputs in shapes)
+    assert any(inputs == 3 for _, inputs in shapes)
+
+
+def test_a_gate_that_stays_is_no_error() -> None:
+    net = GatedMLP(8, [4], 3, input_gate={"kind": "static"}, input_norm="layer").eval()
+    small = compact(net, torch.randn(5, 8))
+    assert any("input_gate" in note for note in small.notes)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dg_lightning import GatedFeedForward, GatedMLP, StaticGate, add_gates, compact
+from dg_lightning import (
+    DynamicGate,
+    GatedFeedForward,
+    GatedLinear,
+    GatedMLP,
+    StaticGate,
+    add_gates,
+    compact,
+)
 from dg_lightning.surgery import freeze_gates
 
 
@@ -62,3 +70,43 @@ def test_what_cannot_be_frozen_is_said() -> None:
         freeze_gates(mlp, [])
     with pytest.raises(ValueError, match=r"`min_usage`.*1\.5"):
         freeze_gates(mlp, [x], 1.5)
+    with pytest.raises(ValueError, match="`batches`"):
+        freeze_gates(mlp, x)
+
+
+class Twice(nn.Module):
+    """Runs a gated layer twice in a pass, and another one for large batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate: Any = {"kind": "dynamic", "initial_spread": 4.0, "initial_open_rate": 0.3}
+        self.a = GatedLinear(16, 16, gate=gate)
+        self.b = GatedLinear(16, 16, gate=gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(self.a(x))
+        return self.b(h) if len(x) > 4 else h
+
+
+def test_every_call_of_a_gate_counts_and_no_earlier_one() -> None:
+    torch.manual_seed(0)
+    net = Twice()
+    x = torch.randn(64, 16)
+    shares = {"a": torch.zeros(16), "b": torch.zeros(16)}
+    h = x
+    for _ in range(2):
+        h = net.a(h)
+        assert isinstance(net.a.gate, DynamicGate)
+        assert net.a.gate.gate is not None
+        shares["a"] += net.a.gate.gate.detach().mean(0) / 2
+    net.b(h)
+    assert isinstance(net.b.gate, DynamicGate)
+    assert net.b.gate.gate is not None
+    shares["b"] = net.b.gate.gate.detach().mean(0)
+    small = [torch.randn(2, 16)] * 20  # too few to change the shares of `a` much; `b` rests
+    frozen: Any = freeze_gates(net, [x, *small], 0.01)
+    assert torch.equal(frozen.b.gate.logit > 0, shares["b"] >= 0.01)
+    frozen = freeze_gates(net, [x], 0.25)
+    assert torch.equal(frozen.a.gate.logit > 0, shares["a"] >= 0.25)
+    with pytest.raises(ValueError, match=r"b\.gate .*`batches`"):
+        freeze_gates(net, small)
