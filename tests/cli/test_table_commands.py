@@ -86,7 +86,7 @@ def test_an_exported_regressor_answers_in_units_of_the_target(
     import onnxruntime
 
     session = onnxruntime.InferenceSession("net.onnx")
-    (output,) = session.run(None, {"input": np.zeros((1, 9), dtype=np.float32)})
+    (output,) = session.run(None, {"x": np.zeros((1, 9), dtype=np.float32)})
     assert 200 < output.item() < 900  # rents, not standardised ones
 
 
