@@ -40,6 +40,8 @@ from dg_lightning.training import (
     is_replayed,
     log_step,
 )
+from dg_lightning.training.checkpoint import warn_unfinished_epoch
+from dg_lightning.training.module import GatedModule
 
 from ._penalty_term import Penalty, PenaltyTerm
 from ._shared import DeferredStateCallback, mean_over_ranks, state_key
@@ -190,6 +192,14 @@ class BudgetController(DeferredStateCallback, Penalty):
             regulator.budget = regulator.landing.budget = budget
             gates |= budget.gates
         self.term = PenaltyTerm(gates)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # The validation that Lightning skips corrects the budget. Our modules warn for all.
+        if trainer.state.fn == "fit" and not isinstance(pl_module, GatedModule):
+            warn_unfinished_epoch(trainer, checkpoint)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,6 +14,7 @@ import fsspec
 import lightning.pytorch as pl
 import torch
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -279,6 +280,16 @@ def ends_epoch(checkpoint: Mapping[str, Any]) -> bool:
     if batch is None or not batch["is_last_batch"]:
         return False
     return bool(batch["current"]["completed"] < batch["current"]["processed"])
+
+
+def warn_unfinished_epoch(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Warn if Lightning will skip the end of an epoch on resuming."""
+    exact = any(type(callback).__name__ == "ExactResume" for callback in trainer.callbacks)
+    if ends_epoch(checkpoint) and not exact:
+        rank_zero_warn(
+            "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and "
+            "hooks at the end of that epoch: add ExactResume to run them."
+        )
 
 
 class TrustedLoading(pl.LightningModule):

@@ -24,8 +24,8 @@ from dg_lightning.training.captured import CapturedSteps
 from dg_lightning.training.checkpoint import (
     TrustedLoading,
     check_weights,
-    ends_epoch,
     preparation_in,
+    warn_unfinished_epoch,
 )
 from dg_lightning.training.optimizers import (
     build_optimizers,
@@ -125,11 +125,6 @@ def check_unscaled_gradients(trainer: Any, optimizer: Any) -> None:
 _SPARSE = (
     "The model was sparse, but no callback keeps it sparse, so its missing connections will "
     "return: add StaticSparse, RigL or another sparse callback."
-)
-
-_UNFINISHED = (
-    "The checkpoint was saved at an epoch's last batch. Lightning skips the validation and "
-    "hooks at the end of that epoch: add ExactResume to run them."
 )
 
 
@@ -251,10 +246,6 @@ class GatedModule(CapturedSteps, TrustedLoading):
         if stage != "fit" and self.preparation is not None and hasattr(data, "use_preparation"):
             data.use_preparation(self.preparation)
         check_sizes(self.hparams, data, self.required_sizes(stage))
-
-    def _resumes_exactly(self) -> bool:
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return any(type(callback).__name__ == "ExactResume" for callback in callbacks)
 
     def _keeps_masks(self) -> bool:
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -386,8 +377,8 @@ class GatedModule(CapturedSteps, TrustedLoading):
             announce_masks(self, saved_masks(checkpoint))
         elif saved_masks(checkpoint) and not self._keeps_masks():
             rank_zero_warn(_SPARSE)
-        if self._stage == "fit" and ends_epoch(checkpoint) and not self._resumes_exactly():
-            rank_zero_warn(_UNFINISHED)
+        if self._stage == "fit":
+            warn_unfinished_epoch(self.trainer, checkpoint)
         self.preparation = preparation_in(checkpoint)
         restore_gates(self, checkpoint)
         check_weights(checkpoint["state_dict"], self)

@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from foreign_nets import Foreign, data, trainer_for
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     ModelCheckpoint,
@@ -380,3 +381,17 @@ def test_what_cannot_be_balanced_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         fitted([BudgetController(0.5, measure, "balance")], tmp_path, gate)
+
+
+def test_a_checkpoint_of_an_epochs_last_batch_is_warned_of(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=21, save_top_k=-1)
+    whole: Any = {"enable_checkpointing": True, "max_epochs": 1, "max_steps": -1}
+
+    def controller() -> BudgetController:
+        return BudgetController(0.6, measure="open_rate")
+
+    trainer_for([controller(), saving], tmp_path, **whole).fit(Foreign(), data())
+    (path,) = tmp_path.glob("*.ckpt")
+    again = trainer_for([controller()], tmp_path, max_epochs=2, max_steps=-1)
+    with pytest.warns(UserWarning, match="ExactResume"):
+        again.fit(Foreign(), data(), ckpt_path=str(path), weights_only=True)

@@ -1,5 +1,9 @@
 """Gates under FSDP2: made before sharding they work, and what cannot work says so in one line."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,31 @@ from dg_lightning import add_gates, gate_layers
 from dg_lightning.callbacks import (
     AddGates,
     BudgetController,
+    CollapseDetector,
     ContinualBackprop,
     Distill,
+    GateMonitor,
+    GatePenalty,
     MagnitudePruning,
+    MinimumActivity,
     ReviveDormant,
     RigL,
+    TemperatureAnnealing,
+    ThresholdPhases,
 )
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gate collapse"),
     pytest.mark.filterwarnings("ignore:BudgetController"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_address_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget where Lightning made its process group: a later one would try to listen there."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 class Sharded(LightningModule):
@@ -116,3 +134,47 @@ def test_add_gates_by_hand_after_sharding_says_so() -> None:
             add_gates(net, feed_forward={"kind": "static"}, example=torch.zeros(2, 6))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_example_with_two_processes_equals_ddp(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "fsdp.py"
+    states, reached = {}, {}
+    for strategy in ("fsdp", "ddp"):
+        command = [sys.executable, str(example), f"--strategy={strategy}", "--epochs=3"]
+        done = subprocess.run(
+            [*command, f"--output={tmp_path}"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        (found,) = re.findall(r"([\d.]+)% of the MACs", done.stdout)
+        reached[strategy] = float(found)
+        states[strategy] = torch.load(tmp_path / f"{strategy}.ckpt")["state_dict"]
+    assert reached["fsdp"] == reached["ddp"] == pytest.approx(50, abs=1)
+    assert states["fsdp"].keys() == states["ddp"].keys()
+    for name, value in states["ddp"].items():
+        torch.testing.assert_close(states["fsdp"][name], value, atol=1e-4, rtol=1e-4)
+    gates = [value > 0 for name, value in states["ddp"].items() if name.endswith("logit")]
+    assert 0 < float(torch.cat(gates).float().mean()) < 1
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        GatePenalty(0.1),
+        MinimumActivity("10%"),
+        TemperatureAnnealing(),
+        ThresholdPhases(),
+        CollapseDetector(),
+        GateMonitor(every_n_epochs=1),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_of_gates_run_on_sharded_modules(callback: Any, tmp_path: Path) -> None:
+    trainer = fit(Sharded(gates=True), callback, tmp_path)
+    assert trainer.global_step > 0

@@ -70,6 +70,7 @@ def test_an_exported_program_has_only_open_inputs_and_units(runs: Path, tmp_path
     assert (units - 200, 24) in shapes
 
 
+@pytest.mark.slow
 def test_gates_are_frozen_on_demand(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ class OnlyTested(pl.LightningDataModule):
         return DataLoader(TensorDataset(torch.randn(8, 64), torch.zeros(8)), batch_size=4)
 
 
+@pytest.mark.slow
 def test_without_a_validation_part_gates_stay(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

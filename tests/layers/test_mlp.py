@@ -161,6 +161,7 @@ def test_activation_checkpointing_gives_the_same_gradient() -> None:
         assert torch.equal(one, fc1_gate)
 
 
+@pytest.mark.slow
 @on_every_device
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_compiled_net_does_not_recompile_when_temperature_or_threshold_change(

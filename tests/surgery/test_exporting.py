@@ -156,7 +156,7 @@ def test_a_model_in_half_precision_takes_its_own_example(tmp_path: Path) -> None
     assert export_model(net, x, tmp_path / "model.pt2").run(x.float())[0].shape == (2, 3)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_fixed_batch_size_is_said_whatever_it_is(size: int, tmp_path: Path) -> None:
     class Fixed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
