@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from dg_lightning.arguments import checked, renamed
-from dg_lightning.collapse.statistics import open_shares
+from dg_lightning.collapse import open_shares
 from dg_lightning.continual import AccuracyMatrix, Protection, TaskData, task_data
 from dg_lightning.continual.tasks import logits_of
 from dg_lightning.gates import gate_layers

@@ -8,16 +8,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from dg_lightning.arguments import as_dataclass, checked
-from dg_lightning.collapse.diagnosis import (
+from dg_lightning.collapse import (
     MODES,
+    GateFigures,
     GateState,
+    GateStatistics,
     Limits,
     Mode,
     Rescue,
     Verdict,
     diagnose,
+    open_shares,
+    unit_rates,
 )
-from dg_lightning.collapse.statistics import GateFigures, GateStatistics, open_shares, unit_rates
 from dg_lightning.gates.protocol import GateLike, floor_of, gate_layers, init_recorded_gates
 from dg_lightning.gates.state import shared_state
 from dg_lightning.schedules.schedule import Clock

@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
-from dg_lightning.collapse.statistics import GateStatistics, unit_rates
+from dg_lightning.collapse import GateStatistics, unit_rates
 from dg_lightning.gates.base import check_count
 from dg_lightning.gates.protocol import (
     GateLike,

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dg_lightning.arguments import checked
-from dg_lightning.collapse.statistics import open_shares
+from dg_lightning.collapse import open_shares
 from dg_lightning.continual import (
     AccuracyMatrix,
     TaskData,

@@ -11,9 +11,8 @@ from .exporting import ExportedModel, export_model
 from .finding import Units, UnitSearchResult, find_units
 from .freezing import freeze_gates
 from .gating import add_gates, load_weights, remove_gates, restore_gates
-from .latency import LatencyTable, measure_latency
+from .measuring import LatencyTable, Savings, measure_latency, measure_savings
 from .pruning import prune
-from .savings import Savings, measure_savings
 
 __all__ = [
     "CompactModel",

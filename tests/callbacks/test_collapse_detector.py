@@ -16,7 +16,7 @@ from dg_lightning.callbacks import (
     MinimumActivity,
     ThresholdPhases,
 )
-from dg_lightning.collapse.diagnosis import MODES
+from dg_lightning.collapse import MODES
 from dg_lightning.datamodules import DigitsDataModule
 from dg_lightning.schedules import Phase, Schedule
 

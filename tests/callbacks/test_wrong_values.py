@@ -13,7 +13,7 @@ import pytest
 from foreign_nets import ARGUMENTS, OF_TASKS
 
 import dg_lightning.callbacks
-from dg_lightning.collapse.diagnosis import Limits
+from dg_lightning.collapse import Limits
 from dg_lightning.schedules import Phase, Schedule
 
 pydantic = pytest.importorskip("pydantic")

@@ -1,4 +1,4 @@
-"""Which budget of MACs takes a share of the time."""
+"""What compact models save, and which budget of MACs takes a share of the time."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dg_lightning import GatedMLP, gate_layers
 from dg_lightning.budget.budget import gate_budgets
-from dg_lightning.surgery import LatencyTable, add_gates, compact, latency, measure_latency
+from dg_lightning.surgery import (
+    LatencyTable,
+    add_gates,
+    compact,
+    measure_latency,
+    measure_savings,
+    measuring,
+)
 from dg_lightning.surgery.gating import gated_units
 
 X = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
@@ -42,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         devices.append(device.type)
         return {name: 1e-3 + 1e-9 * flops_of(run) for name, run in runs.items()}
 
-    monkeypatch.setattr(latency, "median_seconds", seconds)
+    monkeypatch.setattr(measuring, "median_seconds", seconds)
     return devices
 
 
@@ -88,7 +96,7 @@ def test_the_fastest_multiple_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None
     def seconds(runs: Mapping[str, Any], device: torch.device) -> dict[str, float]:
         return {name: {"1": 3.0, "8": 1.0, "32": 2.0}.get(name, 4.0) for name in runs}
 
-    monkeypatch.setattr(latency, "median_seconds", seconds)
+    monkeypatch.setattr(measuring, "median_seconds", seconds)
     assert measure_latency(gated(), X, multiples=(1, 8, 32)).multiple == 8
 
 
@@ -133,3 +141,37 @@ def test_what_cannot_be_measured_is_refused() -> None:
         table.budget(0.3)
     with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
         table.budget(0)
+
+
+def test_parameters_macs_and_bytes_are_those_of_the_layers() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 8)
+    plain = copy.deepcopy(net)
+    add_gates(net, feed_forward={"kind": "static"}, example=x)
+    (gate,) = gate_layers(net).values()
+    gate.logit.data[:3] = -1.0  # type: ignore[attr-defined]
+    found = measure_savings(net, compact(net, x), x, batch_sizes=[1, 5])
+    assert found.parameters == (sum(p.numel() for p in plain.parameters()), 9 + 4)
+    assert found.macs == (8 * 4 + 4 * 2, 8 + 2)
+    assert found.megabytes == (46 * 4 / 1e6, 13 * 4 / 1e6)
+    assert set(found.milliseconds) == {1, 5}
+    assert all(time > 0 for pair in found.milliseconds.values() for time in pair)
+    assert list(gate_layers(net))  # the model keeps its gates
+
+
+def test_the_table_has_a_row_for_each_batch_size() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 8)
+    add_gates(net, feed_forward={"kind": "static"}, example=x)
+    table = measure_savings(net, compact(net, x), x, batch_sizes=[2]).table()
+    assert list(table.columns[0].cells) == [
+        "parameters", "MACs per sample", "weights, MB", "batch of 2, ms",
+    ]  # fmt: skip
+    assert list(table.columns[3].cells)[:3] == ["1.00", "1.00", "1.00"]
+
+
+def test_before_is_without_gates_of_our_own_layers_too() -> None:
+    net = GatedMLP(8, [4], 2, gate={"kind": "dynamic"}, input_gate={"kind": "static"}).eval()
+    x = torch.randn(3, 8)
+    found = measure_savings(net, compact(net, x), x, batch_sizes=[])
+    assert found.macs[0] == 8 * 4 + 4 * 2
+    assert found.parameters[0] == 9 * 4 + 5 * 2
+    assert found.macs[1] == found.macs[0] + 8 * 4  # its GateNet
