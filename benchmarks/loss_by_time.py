@@ -155,8 +155,8 @@ class Learner:
     def _progress(self, running: float = 0.0) -> float:
         """Return the share of the training that is over."""
         if self.given.steps:
-            return self.steps / self.given.steps  # type: ignore[no-any-return]
-        return (self.taken + running) / self.given.seconds  # type: ignore[no-any-return]
+            return float(self.steps / self.given.steps)
+        return float((self.taken + running) / self.given.seconds)
 
     @property
     def is_done(self) -> bool:
